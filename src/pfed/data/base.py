@@ -1,0 +1,104 @@
+"""What data look like inside pfed: samples of one pool, a client's splits, a federation of clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Labelled samples: some rows of a pool that many clients share, so that a part is never a copy.
+
+    Images in uint8 are scaled to [0, 1] when taken; `mean` and `std` (per channel) normalise after that.
+    """
+
+    x: Tensor  # (pool, ...) uint8 or float32
+    y: Tensor  # (pool,) int64
+    rows: Tensor  # (n,) int64
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, x: Any, y: Any) -> Samples:
+        """All rows of two arrays (NumPy or torch)."""
+        x, y = torch.as_tensor(x), torch.as_tensor(y).long()
+        x = x if x.dtype == torch.uint8 else x.float()
+        return cls(x, y, torch.arange(len(y)))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.x.shape[1:])
+
+    @property
+    def labels(self) -> Tensor:
+        return self.y[self.rows]  # (n,)
+
+    def take(self, index: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Inputs as float32, and labels, of the given positions in this part."""
+        rows = self.rows[index]
+        x = self.x[rows]
+        if x.dtype == torch.uint8:
+            x = x.float().div_(255)
+        if self.mean:
+            view = (1, -1) + (1,) * (x.dim() - 2)
+            x = (x - torch.tensor(self.mean).view(view)) / torch.tensor(self.std).view(view)
+        return x, self.y[rows]
+
+    def part(self, index: Tensor | Sequence[int]) -> Samples:
+        """The samples at these positions."""
+        return replace(self, rows=self.rows[torch.as_tensor(index, dtype=torch.int64)])
+
+    def counts(self, classes: int) -> Tensor:
+        """How many samples of each class. (classes,)"""
+        return torch.bincount(self.labels, minlength=classes)
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A data set before it is divided: one pool, its official split if it has one, and natural groups."""
+
+    name: str
+    x: Tensor  # (pool, ...) uint8 or float32
+    y: Tensor  # (pool,) int64
+    classes: tuple[str, ...]
+    train: Tensor | None = None  # rows of the official training set; None: no official split
+    test: Tensor | None = None
+    groups: Tensor | None = None  # (pool,) int64: the domain, writer or hospital of each sample
+    group_names: tuple[str, ...] = ()
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """What one client holds."""
+
+    name: str
+    train: Samples
+    test: Samples
+    validation: Samples | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """The data of all clients, and what lies beside them."""
+
+    clients: tuple[ClientData, ...]
+    classes: tuple[str, ...]
+    test: Samples  # the whole test set, for tests in which a sample's owner is unknown
+    public: Samples | None = None  # a common labelled set, taken out of training
+    external: Samples | None = None  # a domain that no client has
+    source: str = "own data"
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.clients[0].train.shape
