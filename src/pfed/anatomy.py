@@ -1,4 +1,4 @@
-"""The parts of a model: head, backbone, normalisation, stages, blocks, layers.
+"""The parts of a model: head, backbone, normalisation, squeeze-and-excitation, stages, blocks, layers.
 
 Parts are chosen by module type and structure, never by a substring of a name: a ResNet's `downsample.1` is a
 BatchNorm without "bn" in its name.
@@ -6,14 +6,20 @@ BatchNorm without "bn" in its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import operator
+import sys
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from pfed.errors import UserError
 from pfed.tensors import Tensors
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -33,6 +39,50 @@ def marks(model: nn.Module) -> Marks:
     return found
 
 
+class _Known(dict[Hashable, Any]):
+    """What was worked out about a model as it was at `state`: copied with the model, empty again in a pickle."""
+
+    state: object = None
+
+    def __deepcopy__(self, memo: object) -> _Known:
+        copy = _Known(self)  # the values never change, so both models may hold them
+        copy.state = self.state
+        return copy
+
+    def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
+        return _Known, ()
+
+
+def _structure(model: nn.Module) -> tuple[object, ...]:
+    """Everything that names and parts depend on, gathered several times faster than they are."""
+    seen: list[object] = []
+    stack: list[nn.Module | None] = [model]
+    while stack:
+        module = stack.pop()
+        seen.append(type(module))
+        if module is not None:
+            seen += module._modules
+            seen += [name for name, tensor in module._parameters.items() if tensor is not None]
+            seen += [name for name, tensor in module._buffers.items() if tensor is not None]
+            seen += module._non_persistent_buffers_set
+            stack += module._modules.values()
+    return tuple(seen)
+
+
+def _once(model: nn.Module, key: Hashable, work: Callable[[nn.Module], T]) -> T:
+    """The result of `work(model)`, worked out again only when the model's modules or marks have changed."""
+    mark = marks(model)
+    state = (_structure(model), mark.head, mark.fixed, mark.local)
+    known: _Known | None = model.__dict__.get("_pfed_known")
+    if known is None or known.state != state or len(known) > 256:  # parts made anew in every round would pile up
+        known = model.__dict__["_pfed_known"] = _Known()
+        known.state = state
+    if key not in known:
+        known[key] = work(model)
+    result: T = known[key]
+    return result
+
+
 @dataclass(frozen=True)
 class Part:
     """A selection of a model's tensors; parts combine with | & - and ~."""
@@ -42,36 +92,86 @@ class Part:
 
     def names(self, model: nn.Module) -> frozenset[str]:
         """Names in the model's state_dict."""
-        return self.select(model)
+        return _once(model, self, self.select)
 
     def __or__(self, other: Part) -> Part:
-        return Part(f"{self.label}|{other.label}", lambda m: self.names(m) | other.names(m))
+        return Part(f"{self.label}|{other.label}", _Joined(operator.or_, self, other))
 
     def __and__(self, other: Part) -> Part:
-        return Part(f"{self.label}&{other.label}", lambda m: self.names(m) & other.names(m))
+        return Part(f"{self.label}&{other.label}", _Joined(operator.and_, self, other))
 
     def __sub__(self, other: Part) -> Part:
-        return Part(f"{self.label}-{other.label}", lambda m: self.names(m) - other.names(m))
+        return Part(f"{self.label}-{other.label}", _Joined(operator.sub, self, other))
 
     def __invert__(self) -> Part:
         return ALL - self
 
 
+# The selections below are classes, not closures: equal parts compare equal, so that their names are found again.
+
+
+@dataclass(frozen=True)
+class _Joined:
+    how: Callable[[frozenset[str], frozenset[str]], frozenset[str]]
+    left: Part
+    right: Part
+
+    def __call__(self, model: nn.Module) -> frozenset[str]:
+        return self.how(self.left.names(model), self.right.names(model))
+
+
+@dataclass(frozen=True)
+class _Named:
+    chosen: frozenset[str]
+
+    def __call__(self, model: nn.Module) -> frozenset[str]:
+        return self.chosen
+
+
+@dataclass(frozen=True)
+class _Typed:
+    types: Callable[[], tuple[type, ...]]
+
+    def __call__(self, model: nn.Module) -> frozenset[str]:
+        types = self.types()
+        modules = model.named_modules(remove_duplicate=False)
+        return frozenset().union(*(names_under(model, name) for name, module in modules if isinstance(module, types)))
+
+
+def of(names: Iterable[str], label: str = "named") -> Part:
+    """A part made of these tensors."""
+    return Part(label, _Named(frozenset(names)))
+
+
 def names_under(model: nn.Module, module: str) -> frozenset[str]:
     """The state_dict names below one module."""
-    prefix = module + "."
-    return frozenset(n for n in model.state_dict(keep_vars=True) if n.startswith(prefix))
+    everything = _once(model, "state_dict", lambda m: tuple(m.state_dict(keep_vars=True)))
+    return frozenset(name for name in everything if not module or name.startswith(module + "."))
 
 
 def head_name(model: nn.Module) -> str:
-    """The name of the head: as marked, or the last linear layer."""
+    """The name of the head: as marked, or what timm calls the classifier, or the last linear layer."""
+    found = _once(model, "head", _find_head)
+    if found is None:
+        raise UserError(f"{type(model).__name__} has no linear layer; name its head with set_head(model, 'name').")
+    return found
+
+
+def _find_head(model: nn.Module) -> str | None:
     marked = marks(model).head
     if marked is not None:
         return marked
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not linear:
-        raise UserError(f"{type(model).__name__} has no linear layer; name its head with set_head(model, 'name').")
-    return linear[-1]
+    modules = dict(model.named_modules())
+    classifier = getattr(model, "get_classifier", None)
+    if callable(classifier):
+        module = classifier()
+        named = next((name for name, other in modules.items() if other is module), None)
+        candidates = [named, getattr(model, "default_cfg", {}).get("classifier")]
+        for name in candidates:  # a timm model without classes has an Identity there
+            if isinstance(name, str) and name in modules and names_under(model, name):
+                return name
+    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    return linear[-1] if linear else None
 
 
 def set_head(model: nn.Module, name: str) -> nn.Module:
@@ -83,34 +183,46 @@ def set_head(model: nn.Module, name: str) -> nn.Module:
     return model
 
 
-def _modules_of(types: tuple[type, ...]) -> Callable[[nn.Module], frozenset[str]]:
-    def select(model: nn.Module) -> frozenset[str]:
-        found: set[str] = set()
-        for name, module in model.named_modules():
-            if isinstance(module, types):
-                found |= names_under(model, name)
-        return frozenset(found)
+def _everything(model: nn.Module) -> frozenset[str]:
+    return names_under(model, "")
 
-    return select
+
+def _head(model: nn.Module) -> frozenset[str]:
+    return names_under(model, head_name(model))
 
 
 def _statistics(model: nn.Module) -> frozenset[str]:
-    parameters = {name for name, _ in model.named_parameters()}
-    return NORM.names(model) - parameters
+    return NORM.names(model) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-def of(names: Iterable[str], label: str = "named") -> Part:
-    """A part made of these tensors."""
-    chosen = frozenset(names)
-    return Part(label, lambda model: chosen)
+def _norm_types() -> tuple[type, ...]:
+    return (_BatchNorm,)
 
 
-ALL = Part("all", lambda model: frozenset(model.state_dict(keep_vars=True)))
-NONE = Part("none", lambda model: frozenset())
-HEAD = Part("head", lambda model: names_under(model, head_name(model)))
-BACKBONE = Part("backbone", lambda model: ALL.names(model) - HEAD.names(model))
-NORM = Part("norm", _modules_of((_BatchNorm,)))  # affine parameters and running statistics
+def _se_types() -> tuple[type, ...]:
+    """A model can hold such a module only if the library that defines it was imported."""
+    known = {
+        "timm.layers.squeeze_excite": ("SEModule", "EffectiveSEModule", "SqueezeExciteCl"),
+        "timm.models._efficientnet_blocks": ("SqueezeExcite",),
+        "timm.models.senet": ("SEModule",),
+        "torchvision.ops.misc": ("SqueezeExcitation",),
+    }
+    loaded = {name: sys.modules[name] for name in known if name in sys.modules}
+    return tuple(getattr(loaded[name], kind) for name in loaded for kind in known[name] if hasattr(loaded[name], kind))
+
+
+ALL = Part("all", _everything)
+NONE = of((), "none")
+HEAD = Part("head", _head)
+BACKBONE = Part("backbone", _Joined(operator.sub, ALL, HEAD))
+NORM = Part("norm", _Typed(_norm_types))  # affine parameters and running statistics of BatchNorm
 STATS = Part("stats", _statistics)  # running statistics and counters of BatchNorm
+SE = Part("se", _Typed(_se_types))  # squeeze-and-excitation
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether any module is a BatchNorm."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def tensors(model: nn.Module, part: Part = ALL) -> Tensors:
@@ -137,3 +249,156 @@ def trainable(model: nn.Module, part: Part = ALL) -> dict[str, Tensor]:
     """The live parameters of a part, by name."""
     names = part.names(model)
     return {n: p for n, p in model.named_parameters() if n in names}
+
+
+class _Reached(Exception):
+    """Carries the head's input out of a forward pass that need not go on."""
+
+    def __init__(self, features: Tensor) -> None:
+        self.features = features
+
+
+def _stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    raise _Reached(args[0])
+
+
+def features(model: nn.Module, x: Any) -> Tensor:
+    """What the head receives when the model is run on x; `head(model, features(model, x))` is `model(x)`."""
+    name = head_name(model)
+    hook = model.get_submodule(name).register_forward_pre_hook(_stop)
+    try:
+        model(x)
+    except _Reached as reached:
+        return reached.features
+    finally:
+        hook.remove()
+    raise UserError(f"{type(model).__name__} does not use its head {name!r}.")
+
+
+def head(model: nn.Module, z: Tensor) -> Tensor:
+    """The head applied to features."""
+    out: Tensor = model.get_submodule(head_name(model))(z)
+    return out
+
+
+def layers(model: nn.Module, joint_bn: bool = False) -> dict[str, Part]:
+    """Every layer with tensors of its own, the head last; `joint_bn` puts a BatchNorm with the layer it follows."""
+    labels = _layer_labels(model) if joint_bn else {owner: owner or "model" for owner in _owners(model)}
+    return _groups(model, labels)
+
+
+def blocks(model: nn.Module) -> dict[str, Part]:
+    """`stem`, every residual block (`s2.0` is the first of stage 2), what stands between and after them, `fc`.
+
+    A model without such blocks falls into its layers, each with its BatchNorm, and `fc`.
+    """
+    found = _block_labels(model)
+    labels = {owner: block for owner, (_, block) in found.items()} or _layer_labels(model)
+    return _groups(model, labels, head="fc")
+
+
+def stages(model: nn.Module, stem: Literal["with_s1", "own"] = "with_s1") -> dict[str, Part]:
+    """`s1`, `s2`, ... and `fc`: blocks at one resolution are one stage, and the stem belongs to the first.
+
+    A model without blocks falls into its top-level modules and `fc`.
+    """
+    found = _block_labels(model)
+    labels = {owner: stage for owner, (stage, _) in found.items()}
+    if stem == "with_s1":
+        labels = {owner: "s1" if stage == "stem" else stage for owner, stage in labels.items()}
+    top = {owner: layer.partition(".")[0] for owner, layer in _layer_labels(model).items()}
+    return _groups(model, labels or top, head="fc")
+
+
+def _owners(model: nn.Module) -> dict[str, list[str]]:
+    """The modules that hold tensors themselves, with the names of these, in the order of the state_dict."""
+    owners: dict[str, list[str]] = {}
+    for name in model.state_dict(keep_vars=True):
+        owners.setdefault(name.rpartition(".")[0], []).append(name)
+    return owners
+
+
+def _groups(model: nn.Module, labels: dict[str, str], head: str | None = None) -> dict[str, Part]:
+    """Tensors by the label of their module; the head comes last, under the label `head` if one is given."""
+    top = _once(model, "head", _find_head)
+    of_head = names_under(model, top) if top is not None else frozenset()
+    groups: dict[str, list[str]] = {}
+    for last in (False, True):
+        for owner, names in _owners(model).items():
+            if (names[0] in of_head) == last:
+                groups.setdefault(head if last and head else labels[owner], []).extend(names)
+    return {label: of(names, label) for label, names in groups.items()}
+
+
+def _layer_labels(model: nn.Module) -> dict[str, str]:
+    """Each module that holds tensors -> its own name, or for a BatchNorm that of the layer before it."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    labels: dict[str, str] = {}
+    before = ""
+    for owner in _owners(model):
+        labels[owner] = labels[before] if labels and _completes(modules[owner], modules[before]) else owner or "model"
+        before = owner
+    return labels
+
+
+def _completes(module: nn.Module, before: nn.Module) -> bool:
+    width = {nn.Linear: "out_features", _ConvNd: "out_channels"}
+    outputs = next((getattr(before, attribute) for kind, attribute in width.items() if isinstance(before, kind)), None)
+    return isinstance(module, _BatchNorm) and module.num_features == outputs
+
+
+def _block_labels(model: nn.Module) -> dict[str, tuple[str, str]]:
+    """Each module that holds tensors -> its stage and its block; empty if the model has no blocks."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owners = list(_owners(model))
+    within = {owner: _block_around(owner, owners, modules) for owner in owners}
+    numbers = _number([block for block in dict.fromkeys(within.values()) if block is not None], modules)
+    labels: dict[str, tuple[str, str]] = {}
+    started = False
+    for before, owner in zip(["", *owners], owners, strict=False):
+        block = within[owner]
+        if block is not None:
+            started = True
+            stage, index = numbers[block]
+            labels[owner] = f"s{stage}", f"s{stage}.{index}"
+        elif not started:
+            labels[owner] = "stem", "stem"
+        elif within[before] is None and _completes(modules[owner], modules[before]):
+            labels[owner] = labels[before]
+        else:
+            loose = next(name for name in _ancestors(owner) if not any(f"{b}.".startswith(f"{name}.") for b in numbers))
+            labels[owner] = loose, loose
+    return labels if started else {}
+
+
+def _ancestors(name: str) -> list[str]:
+    """
+    >>> _ancestors("a.b.c")
+    ['a', 'a.b', 'a.b.c']
+    """
+    steps = name.split(".")
+    return [".".join(steps[: i + 1]) for i in range(len(steps))]
+
+
+def _block_around(owner: str, owners: list[str], modules: dict[str, nn.Module]) -> str | None:
+    """The outermost module around `owner` that stands in a list of modules and is made of layers, but is no list."""
+    lists = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    for name in _ancestors(owner):
+        listed = isinstance(modules[name.rpartition(".")[0]], lists) and not isinstance(modules[name], lists)
+        if listed and any(other.startswith(f"{name}.") for other in owners):
+            return name
+    return None
+
+
+def _number(found: list[str], modules: dict[str, nn.Module]) -> dict[str, tuple[int, int]]:
+    """Block -> its stage and its place in it; another list of modules or a stride begins a stage."""
+    numbers: dict[str, tuple[int, int]] = {}
+    stage, index, place = 0, 0, None
+    for block in found:
+        convolutions = [module for module in modules[block].modules() if isinstance(module, _ConvNd)]
+        strided = any(max(convolution.stride) > 1 for convolution in convolutions)
+        begins = strided or block.rpartition(".")[0] != place
+        stage, index = (stage + 1, 0) if begins else (stage, index + 1)
+        place = block.rpartition(".")[0]
+        numbers[block] = stage, index
+    return numbers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pfed.options import option, validate
@@ -31,21 +31,63 @@ class SplitOptions:
     clients: int = option(20, "number of clients", ge=1)
     partition: Literal[
         "auto", "classes", "dirichlet", "iid", "quantity", "femnist", "domain", "natural", "concept", "feature"
-    ] = option("auto", "kind of skew; auto: classes, dirichlet or iid by the options given")  # type: ignore[assignment]
+    ] = option("auto", "kind of skew; auto: classes, dirichlet or iid by the options given")
     classes_per_client: int | None = option(None, "shards per client (partition classes)", ge=1)
     distinct_classes: bool = option(False, "draw each client's classes without repetition")
     alpha: float | None = option(None, "concentration (partition dirichlet)", gt=0)
     balance_cap: bool = option(True, "Dirichlet: no more to clients that hold their fair share")
     min_size: int = option(10, "Dirichlet: draw again until every client has this many", ge=1)
     sigma: float = option(1.0, "spread of log-normal sizes (partition quantity)", gt=0)
-    femnist_pointer: Literal["wrap", "released"] = option("wrap", "FEMNIST: slices wrap, or overlap as released")  # type: ignore[assignment]
+    femnist_pointer: Literal["wrap", "released"] = option("wrap", "FEMNIST: slices wrap, or overlap as released")
     groups: int = option(2, "groups of clients with permuted labels (partition concept)", ge=1)
     shift: Literal["mixed", "rotation", "inversion", "colour", "noise", "blur"] = option(
         "mixed", "what changes from client to client (partition feature)"
-    )  # type: ignore[assignment]
+    )
     test_split: Literal["auto", "matched", "global"] = option(
         "auto", "each client's test data: like its training data, or the whole test set (auto: global for dirichlet)"
-    )  # type: ignore[assignment]
+    )
     test_fraction: float = option(0.2, "test share where the data have no test split", gt=0, lt=1)
     validation: float = option(0.0, "share of each client's training data kept for validation", ge=0, lt=1)
     public: float = option(0.0, "share of the training data taken out as a common public set", ge=0, lt=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(SplitOptions):
+    """Everything about a run but its method and the method's hyper-parameters."""
+
+    data: str = option("digits", "a data set by name, or a folder or CSV file of your own")
+    model: str = option("auto", "a model by name; several, separated by commas, are dealt to the clients in turn")
+    head: str | None = option(None, "the module that is the model's head, where structure does not tell")
+    task: Literal["classification"] = option("classification", "what is learned")
+    rounds: int = option(20, "communication rounds", ge=0)
+    fraction: float = option(1.0, "share of the clients that take part in a round", gt=0, le=1)
+    seed: int = option(0, "the root of all randomness", ge=0)
+    local: Local = field(default_factory=Local, metadata={"help": "how a client trains: local.lr, local.epochs, …"})
+    augment: Literal["none", "flip", "crop-flip"] = option("none", "random changes of training images")
+    bn: Literal["share", "local-stats", "local-all"] = option(
+        "share", "BatchNorm: travels, keeps its statistics at the client (SiloBN), or stays altogether (FedBN)"
+    )
+    engine: Literal["serial", "debug"] = option("serial", "what runs the clients")
+    min_clients: int = option(1, "fewer answers than this stop the run", ge=1)
+    dropout: float = option(0.0, "chance that a chosen client does not answer in a round", ge=0, lt=1)
+    stragglers: float = option(0.0, "share of slow clients", ge=0, le=1)
+    slowdown: float = option(10.0, "how much slower those are", ge=1)
+    deadline: float | None = option(None, "simulated seconds after which an answer is too late", gt=0)
+    eval_point: Literal["post_download", "post_local"] = option(
+        "post_download", "judge the newest shared part with the own private part, or the model right after training"
+    )
+    eval_every: int = option(1, "evaluate every so many rounds, and at the end (0: only at the end)", ge=0)
+    select: Literal["last", "mean_last_10", "validation", "best_mean_round", "best_per_client"] = option(
+        "last", "which round is reported (best_*: chosen on test data, as some papers do)"
+    )
+    new_test: Literal["none", "mean_prob", "mean_logprob", "majority", "weight_average"] = option(
+        "none", "all client models together on the whole test set, and by which rule"
+    )
+    new_test_every: int = option(0, "rounds between new tests (0: only at the end)", ge=0)
+    external: str | None = option(None, "a data set of a domain that no client has")
+    exact_shortcuts: bool = option(True, "compute what is frozen once where that is exact")
+    keep_optimizer: bool | None = option(None, "momentum survives between rounds (default: as the method says)")
+    checkpoint_every: int = option(10, "rounds between checkpoints (0: only at the end)", ge=0)
+
+    def __post_init__(self) -> None:
+        validate(self, "run")

@@ -102,3 +102,22 @@ class Federation:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.clients[0].train.shape
+
+
+def pooled(federation: Federation) -> ClientData:
+    """All clients' data as one client's: for central training in a simulation."""
+    return ClientData(
+        "all clients",
+        union([client.train for client in federation.clients]),
+        union([client.test for client in federation.clients]),
+    )
+
+
+def union(parts: Sequence[Samples]) -> Samples:
+    """Several parts as one; a copy only where they do not share a pool."""
+    first = parts[0]
+    if all(part.x is first.x and part.y is first.y for part in parts):
+        return replace(first, rows=torch.cat([part.rows for part in parts]))
+    x = torch.cat([part.x[part.rows] for part in parts])
+    y = torch.cat([part.labels for part in parts])
+    return replace(first, x=x, y=y, rows=torch.arange(len(y)))

@@ -1,0 +1,341 @@
+"""The output channels of a model's layers, which of them stand or fall together, and masks that divide them.
+
+A hidden channel is a row of a convolution or a linear layer. Its bias and its place in a BatchNorm (statistics too)
+belong to it. A residual addition forces the channels of both sides into one group, a depthwise convolution those of
+its input and its output. Divide every group in two, and every tensor is divided:
+
+>>> from pfed.models import build
+>>> model = build("lenet5", classes=10, shape=(3, 32, 32))
+>>> lenet = channels(model, torch.zeros(1, 3, 32, 32))
+>>> [group.size for group in lenet.groups]
+[6, 16, 120, 100]
+>>> lenet.groups[0].rows
+{'conv1.weight': 1, 'conv1.bias': 1}
+>>> lenet.inputs["fc1"]  # 400 features, 25 for each of the 16 channels of group 1
+(1, 25)
+>>> sum(int(mask.sum()) for mask in lenet.masks(Fraction(1, 2)).values())  # of 64,102 elements
+32056
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from pfed.anatomy import head_name
+from pfed.errors import UserError
+
+ClassifierSplit = Literal["input", "output", "private", "shared"]
+Side = Literal["first", "last"]
+
+
+def n_private(channels: int, p: Fraction) -> int:
+    """How many of so many channels are private: the fraction p of them, halves rounded up.
+
+    >>> n_private(100, Fraction(1, 2) * 29 / 100)  # 14.5 exactly; in floats it would be a little less
+    15
+    """
+    if not 0 <= p <= 1:
+        raise UserError(f"The private share of channels must be >= 0 and <= 1. Got {p}.")
+    return int(p * channels + Fraction(1, 2))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Channels that are divided alike. Row j (axis 0) of a tensor in `rows` belongs to channel j // rows[name]."""
+
+    size: int
+    rows: dict[str, int]
+
+
+class Input(NamedTuple):
+    """What a module receives: feature j belongs to channel j // each of a group."""
+
+    group: int
+    each: int
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The hidden channels of a model.
+
+    `groups` are in the order of the forward pass. `inputs` tells for every convolution and linear layer which channels
+    it receives, but for those that see the image itself: multiply these inputs by a mask, and what runs is the thin
+    network of the chosen channels. It lists zero padding that adds channels as well, since channels move there from
+    one group to another. Batch statistics of BatchNorm are taken per channel, so they do not mix either.
+    """
+
+    groups: tuple[Group, ...]
+    inputs: dict[str, Input]
+    classifier: str
+    shapes: dict[str, torch.Size]  # of every tensor in the state_dict
+    counters: frozenset[str]  # those that are no floating-point numbers
+
+    def counts(self, p: Fraction) -> tuple[int, ...]:
+        """Private channels in each group."""
+        return tuple(n_private(group.size, p) for group in self.groups)
+
+    def masks(
+        self, p: Fraction, *, classifier_split: ClassifierSplit = "input", side: Side = "first"
+    ) -> dict[str, Tensor]:
+        """For every tensor of the state_dict, which of its elements are shared when a fraction p is private."""
+        classes = n_private(self.shapes[f"{self.classifier}.weight"][0], p)
+        return self.private(self.counts(p), classes=classes, classifier_split=classifier_split, side=side)
+
+    def private(
+        self,
+        counts: Sequence[int],
+        *,
+        classes: int = 0,
+        classifier_split: ClassifierSplit = "input",
+        side: Side = "first",
+    ) -> dict[str, Tensor]:
+        """The same when `counts[g]` channels of group g are private, and with `output` so many classes.
+
+        The classifier is divided by its `input` columns, by its `output` rows, or is `private` or `shared` as a whole.
+        Its bias, and tensors that belong to no hidden channel, are shared as long as any hidden channel is. Integer
+        counters never are.
+        """
+        self._check(counts)
+        any_shared = any(count < group.size for count, group in zip(counts, self.groups, strict=True))
+        masks = {name: torch.full(shape, any_shared) for name, shape in self.shapes.items()}
+        for count, group in zip(counts, self.groups, strict=True):
+            for name, each in group.rows.items():
+                masks[name] = self._rows(name, ~_private(group.size, count, side).repeat_interleave(each))
+        weight, bias = f"{self.classifier}.weight", f"{self.classifier}.bias"
+        if classifier_split == "input":
+            columns = ~self.private_inputs(counts, side)[self.classifier]
+            masks[weight] = columns.expand(self.shapes[weight]).clone()
+        for name in {weight, bias} & masks.keys():
+            if classifier_split == "output":
+                masks[name] = self._rows(name, ~_private(self.shapes[weight][0], classes, side))
+            elif classifier_split != "input":
+                masks[name] = torch.full(self.shapes[name], classifier_split == "shared")
+        for name in self.counters:
+            masks[name] = torch.zeros(self.shapes[name], dtype=torch.bool)
+        return masks
+
+    def private_inputs(self, counts: Sequence[int], side: Side = "first") -> dict[str, Tensor]:
+        """For every module in `inputs`, which of the features (or maps) that it receives are private."""
+        self._check(counts)
+        own = [_private(group.size, count, side) for count, group in zip(counts, self.groups, strict=True)]
+        return {name: own[group].repeat_interleave(each) for name, (group, each) in self.inputs.items()}
+
+    def _check(self, counts: Sequence[int]) -> None:
+        if len(counts) != len(self.groups):
+            raise UserError(f"There must be one count for each of {len(self.groups)} groups. Got {len(counts)}.")
+        for count, group in zip(counts, self.groups, strict=True):
+            if not 0 <= count <= group.size:
+                raise UserError(f"Private channels must be >= 0 and <= {group.size}. Got {count}.")
+
+    def _rows(self, name: str, rows: Tensor) -> Tensor:
+        shape = self.shapes[name]
+        return rows.view(-1, *[1] * (len(shape) - 1)).expand(shape).clone()
+
+
+def _private(size: int, count: int, side: Side) -> Tensor:
+    places = torch.arange(size)
+    return places < count if side == "first" else places >= size - count
+
+
+def channels(model: nn.Module, example_input: Tensor) -> Channels:
+    """Follow the channels of a model from layer to layer; the model itself is left as it is.
+
+    The example decides nothing but the size of images: a batch of zeros will do.
+    """
+    copied = copy.deepcopy(model).eval()  # eval: no draw for dropout, no change of running statistics
+    try:
+        graph = _Tracer().trace(copied)
+    except Exception as error:
+        raise UserError(f"The channels of {type(model).__name__} cannot be followed: {error}") from error
+    follower = _Follower(fx.GraphModule(copied, graph), type(model).__name__, _classifier(model))
+    with torch.no_grad():
+        follower.run(example_input)
+    return follower.found(model.state_dict(keep_vars=True))
+
+
+def _classifier(model: nn.Module) -> str:
+    head = head_name(model)
+    linear = [n for n, m in model.get_submodule(head).named_modules(prefix=head) if isinstance(m, nn.Linear)]
+    if not linear:
+        raise UserError(f"The head {head!r} of {type(model).__name__} has no linear layer to be the classifier.")
+    return linear[-1]
+
+
+class _Tracer(fx.Tracer):
+    """Takes every layer as a whole, also those that timm derives from torch's."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, (_ConvNd, nn.Linear, _NormBase)) or super().is_leaf_module(m, module_qualified_name)
+
+
+class _Follower(fx.Interpreter):
+    """Runs a traced model and notes for each value which channels its axis 1 holds; the image has none."""
+
+    def __init__(self, traced: fx.GraphModule, model: str, classifier: str) -> None:
+        super().__init__(traced)
+        self.model = model
+        self.classifier = classifier
+        self.flows: dict[fx.Node, Input] = {}
+        self.results: dict[fx.Node, torch.Size] = {}
+        self.sizes: list[int] = []  # of each set of channels
+        self.joined: list[int] = []  # an earlier set that it is one with, or itself
+        self.rows: dict[str, Input] = {}
+        self.inputs: dict[str, Input] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        sources = [source for source in n.all_input_nodes if source in self.flows]
+        flow = None
+        if isinstance(result, Tensor):
+            self.results[n] = result.shape
+            if n.op == "call_module":
+                flow = self._module(n, result.shape)
+            elif sources and n.op != "output":
+                flow = self._operation(n, result.shape, sources)
+        elif sources and isinstance(result, (tuple, list)) and any(isinstance(r, Tensor) for r in result):
+            raise self._refuse(n)
+        if flow is not None:
+            self.flows[n] = flow
+        return result
+
+    def _module(self, n: fx.Node, shape: torch.Size) -> Input | None:
+        name, source = str(n.target), n.all_input_nodes[0]
+        module, came = self.fetch_attr(name), self.flows.get(source)
+        if isinstance(module, (_ConvNd, nn.Linear)) and not isinstance(module, _ConvTransposeNd):
+            return self._layer(n, module, came, shape)
+        if came is None:
+            return None
+        kind = type(module).__module__
+        if isinstance(module, nn.Flatten):
+            return self._reshaped(n, came, shape)
+        if kind.endswith(".padding") and shape[1] != self.results[source][1]:
+            if getattr(module, "value", None) != 0:
+                raise self._refuse(n)
+            self._receives(name, came)
+            return self._new(shape[1])
+        if isinstance(module, (_NormBase, nn.Identity)) or (
+            kind in _CHANNELWISE and not isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU))
+        ):
+            self._holds(name, module, came, shape[1])
+            return came
+        raise self._refuse(n)
+
+    def _layer(self, n: fx.Node, module: nn.Module, came: Input | None, shape: torch.Size) -> Input | None:
+        name = str(n.target)
+        if came is not None:
+            if isinstance(module, nn.Linear) and len(shape) != 2:
+                raise self._refuse(n)  # it works on another axis than that of the channels
+            self._receives(name, came)
+        if name == self.classifier:
+            return None
+        flow = self.rows.get(f"{name}.weight")
+        if flow is None and came is not None and isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:
+            flow = Input(came.group, came.each * module.out_channels // module.in_channels)
+        flow = flow or self._new(shape[1])
+        self._holds(name, module, flow, shape[1])
+        return flow
+
+    def _operation(self, n: fx.Node, shape: torch.Size, sources: list[fx.Node]) -> Input:
+        name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
+        came, before = self.flows[sources[0]], self.results[sources[0]]
+        if name in _TIES:
+            others = [o for o in n.all_input_nodes if o not in sources and o in self.results]
+            if any(self.results[other].numel() > 1 for other in others):
+                raise self._refuse(n)  # the image, or a parameter outside of any layer, meets hidden channels
+            for source in sources[1:]:
+                self._join(n, came, self.flows[source])
+            return came
+        if name in _RESHAPES:
+            return self._reshaped(n, came, shape)
+        if name in _REDUCTIONS:
+            dims = n.kwargs.get("dim", n.args[1] if len(n.args) > 1 else None)
+            dims = [dims] if isinstance(dims, int) else dims
+            if isinstance(dims, Sequence) and all(int(str(dim)) % len(before) > 1 for dim in dims):
+                return came
+        if name == "getitem" and isinstance(n.args[1], tuple) and n.args[1][:2] == (slice(None), slice(None)):
+            return came
+        if name in _POINTWISE and shape[1:2] == before[1:2]:
+            return came
+        raise self._refuse(n)
+
+    def _reshaped(self, n: fx.Node, came: Input, shape: torch.Size) -> Input:
+        """Flattening gives every channel as many features as its map has places."""
+        before = self.results[n.all_input_nodes[0]]
+        if shape == before:
+            return came
+        if shape[0] != before[0] or shape[1:2].numel() * shape[2:].numel() != before[1:].numel() or len(shape) > 2:
+            raise self._refuse(n)
+        return Input(came.group, came.each * before[2:].numel())
+
+    def _new(self, size: int) -> Input:
+        self.sizes.append(size)
+        self.joined.append(len(self.joined))
+        return Input(self.joined[-1], 1)
+
+    def _holds(self, name: str, module: nn.Module, flow: Input, width: int) -> None:
+        for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if tensor.dim() and len(tensor) == width:
+                self.rows[f"{name}.{own}"] = flow
+
+    def _receives(self, name: str, came: Input) -> None:
+        if name in self.inputs:  # a module that is used twice
+            self._join(name, self.inputs[name], came)
+        self.inputs[name] = came
+
+    def _root(self, group: int) -> int:
+        while self.joined[group] != group:
+            group = self.joined[group]
+        return group
+
+    def _join(self, where: fx.Node | str, a: Input, b: Input) -> None:
+        first, second = sorted((self._root(a.group), self._root(b.group)))
+        if a.each != b.each or self.sizes[first] != self.sizes[second]:
+            raise self._refuse(where)
+        self.joined[second] = first
+
+    def _refuse(self, n: fx.Node | str) -> UserError:
+        what = n if isinstance(n, str) else n.name
+        if isinstance(n, fx.Node) and n.op == "call_module":
+            what = f"{type(self.fetch_attr(str(n.target))).__name__} {n.target}"
+        return UserError(f"The channels of {self.model} cannot be followed through {what!r}: it mixes or moves them.")
+
+    def found(self, state: dict[str, Tensor]) -> Channels:
+        """What was noted, with joined sets made one."""
+        if self.classifier not in self.inputs:
+            raise UserError(f"{self.model} has no hidden channels before its classifier {self.classifier!r}.")
+        roots = [group for group in range(len(self.sizes)) if self._root(group) == group]
+        number = {group: roots.index(self._root(group)) for group in range(len(self.sizes))}
+        rows: list[dict[str, int]] = [{} for _ in roots]
+        for name, (group, each) in self.rows.items():
+            rows[number[group]][name] = each
+        return Channels(
+            groups=tuple(Group(self.sizes[root], rows[number[root]]) for root in roots),
+            inputs={name: Input(number[group], each) for name, (group, each) in self.inputs.items()},
+            classifier=self.classifier,
+            shapes={name: tensor.shape for name, tensor in state.items()},
+            counters=frozenset(name for name, tensor in state.items() if not tensor.is_floating_point()),
+        )
+
+
+_CHANNELWISE = {f"torch.nn.modules.{kind}" for kind in ("activation", "dropout", "pooling", "padding", "upsampling")}
+_TIES = {"add", "add_", "iadd", "sub", "sub_", "isub", "mul", "mul_", "imul", "truediv", "div", "maximum", "minimum"}
+_RESHAPES = {"flatten", "view", "reshape", "squeeze"}
+_REDUCTIONS = {"mean", "sum", "amax", "amin"}
+_POINTWISE = {
+    *("relu", "relu_", "relu6", "leaky_relu", "elu", "selu", "gelu", "silu", "mish", "sigmoid", "sigmoid_", "tanh"),
+    *("hardtanh", "hardswish", "hardsigmoid", "softplus", "clamp", "abs", "sqrt", "pow", "neg", "exp"),
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"),
+    *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "boolean_dispatch"),
+    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "interpolate"),
+    *("pad", "contiguous", "clone", "detach", "to", "float", "type_as"),
+}

@@ -1,0 +1,258 @@
+"""What a step sees of a client: its data, its private state, its random streams, and ways to train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pfed import anatomy, streams
+from pfed.anatomy import ALL, HEAD, NONE, Part
+from pfed.config import Local, RunOptions
+from pfed.data.base import ClientData, Samples
+from pfed.forward import Batch, Cache
+from pfed.pool import Pool
+from pfed.tasks import Task
+from pfed.tensors import Tensors
+from pfed.wire import State
+
+Loss = Callable[[nn.Module, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a training phase did."""
+
+    steps: int
+    loss: float  # mean over steps; nan without any
+
+
+@dataclass
+class Client:
+    """One client during one step of one round. Nothing else of the federation is reachable from here."""
+
+    id: int
+    round: int
+    state: State
+    data: ClientData
+    classes: int
+    options: RunOptions
+    pool: Pool
+    task: Task
+    public: Samples | None = None
+    beside: Mapping[str, Samples] = field(default_factory=dict)  # data that only evaluation looks at
+    keeps_optimizer: bool = False
+    samples: int = 0  # trained on in this step
+    starved: bool = False  # wanted to train, but no batch was large enough
+    fitted: nn.Module | Mapping[str, nn.Module] | None = None
+    streams_used: set[str] = field(default_factory=set)
+    records: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.loss: Loss = self.task.loss
+        self._augment = self.task.augment(self.options.augment)
+
+    @property
+    def n(self) -> int:
+        return len(self.data.train)
+
+    @property
+    def counts(self) -> Tensor:
+        """Training samples per class."""
+        return self.data.train.counts(self.classes)
+
+    @property
+    def rounds(self) -> int:
+        return self.options.rounds
+
+    @property
+    def local(self) -> Local:
+        return self.options.local
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of this round."""
+        return self.local.lr * schedule(self.local.schedule, self.round, self.rounds)
+
+    def rng(self, stream: str) -> np.random.Generator:
+        """A random stream of this client and round; the same name gives the same numbers."""
+        self.streams_used.add(stream)
+        return streams.rng(self.options.seed, "method", self.id, self.round, stream)
+
+    def log(self, **numbers: float) -> None:
+        """Numbers for plots. They are recorded at the client's side and are not payload."""
+        self.records.update({name: float(value) for name, value in numbers.items()})
+
+    def model(self, *tensors: Tensors | None) -> nn.Module:
+        """A module with the given tensors (the last wins), else what was kept, else the run's initial values."""
+        return self.pool.take(self.id, self.state.get("kept"), *tensors)
+
+    def share(self, model: nn.Module, part: Part = ALL) -> Tensors:
+        """What may leave of a part: no counters, nothing fixed, nothing that the BN policy or the shapes keep here."""
+        return anatomy.params(model, part)
+
+    def keep(self, model: nn.Module, part: Part = NONE) -> None:
+        """Remember a part for the next rounds, and with it all that `share` would not let out."""
+        stays = anatomy.ALL.names(model) - anatomy.shareable(model) - anatomy.marks(model).fixed
+        private = anatomy.tensors(model, anatomy.of(part.names(model) | stays))
+        if private:
+            self.state["kept"] = Tensors(self.state.get("kept", {})) | private
+
+    def trained(self, model: nn.Module | Mapping[str, nn.Module]) -> None:
+        """Hand over the personal model after local training; without this the last one fitted counts."""
+        self.fitted = model
+
+    def examples(self) -> Batch:
+        """All training examples in order, not augmented."""
+        return Batch(*self.data.train.take(), torch.arange(self.n))
+
+    def batches(
+        self,
+        epochs: int | None = None,
+        stream: str = "train",
+        *,
+        steps: int | None = None,
+        drop_single: bool | None = None,
+    ) -> Iterator[Batch]:
+        """Shuffled batches; the last may be smaller, but is dropped at size one where BatchNorm trains."""
+        size = self.local.batch_size
+        if drop_single is None:
+            drop_single = anatomy.has_batchnorm(self.pool.template(self.id))
+        self.streams_used.add(stream)
+        key = (self.options.seed, "batch_order", self.id, self.round, stream)
+        order, noise = streams.rng(*key), streams.rng(self.options.seed, "augmentation", *key[2:])
+        step = epoch = 0
+        while (epochs is None or epoch < epochs) and (steps is None or step < steps):
+            permutation = torch.from_numpy(order.permutation(self.n))
+            for index in permutation.split(size):
+                if len(index) == 1 and drop_single:
+                    continue
+                x, y = self.data.train.take(index)
+                yield Batch(x if self._augment is None else self._augment(x, noise), y, index, step, epoch)
+                self.samples += len(index)
+                step += 1
+                if step == steps:
+                    return
+            if step == 0:
+                self.starved = True
+                return
+            epoch += 1
+
+    def fit(
+        self,
+        model: nn.Module,
+        loss: Loss | None = None,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        only: Part = ALL,
+        opt: torch.optim.Optimizer | None = None,
+        extra: Iterable[dict[str, Any]] = (),
+        grad: Callable[[Batch], None] | None = None,
+        each_epoch: Callable[[nn.Module], None] | None = None,
+        frozen: Literal["eval", "train"] = "eval",
+        stream: str = "train",
+    ) -> Fit:
+        """Local SGD on a part of a model.
+
+        `loss(model, batch)` is the task's unless given. `opt` is an optimiser that the method keeps itself, `extra` are
+        more parameter groups, `grad(batch)` may change gradients before each step, `each_epoch(model)` runs after
+        every epoch under the same optimiser. Modules whose tensors are all frozen are in eval mode unless
+        `frozen="train"`.
+        """
+        loss = loss or self.loss
+        epochs = self.local.epochs if epochs is None and steps is None else epochs
+        names = only.names(model) - anatomy.marks(model).fixed
+        _set_modes(model, names, frozen)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in names)
+        live = anatomy.trainable(model, anatomy.of(names))
+        optimizer = opt or self._optimizer(stream, live, extra)
+        cache = self._cache(model, names)
+        drop_single = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+        total, done, epoch = 0.0, 0, 0
+        with streams.torch_scope(self.options.seed, "dropout", self.id, self.round, stream):
+            for batch in self.batches(epochs, stream, steps=steps, drop_single=drop_single):
+                if batch.epoch > epoch and each_epoch is not None:
+                    each_epoch(model)
+                epoch = batch.epoch
+                batch.cache = cache
+                optimizer.zero_grad()
+                value = loss(model, batch)
+                value.backward()  # type: ignore[no-untyped-call]
+                if grad is not None:
+                    grad(batch)
+                optimizer.step()
+                total += value.item()
+                done += 1
+        if done and each_epoch is not None:
+            each_epoch(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        if opt is None and self.keeps_optimizer:
+            self._keep_momentum(stream, live, optimizer)
+        self.fitted = model
+        return Fit(done, total / done if done else math.nan)
+
+    def _optimizer(self, stream: str, live: Mapping[str, Tensor], extra: Iterable[dict[str, Any]]) -> torch.optim.SGD:
+        local = self.local
+        groups = [{"params": list(live.values())}, *extra]
+        optimizer = torch.optim.SGD(
+            groups,
+            lr=self.lr,
+            momentum=local.momentum,
+            nesterov=local.nesterov,
+            weight_decay=local.weight_decay,
+            foreach=True,
+        )
+        kept = self.state.get("momentum", {}).get(stream, {}) if self.keeps_optimizer else {}
+        for name, buffer in kept.items():
+            if name in live:
+                optimizer.state[live[name]] = {"momentum_buffer": buffer.clone()}
+        return optimizer
+
+    def _keep_momentum(self, stream: str, live: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        buffers = {name: optimizer.state.get(p, {}).get("momentum_buffer") for name, p in live.items()}
+        kept = Tensors({name: b.clone() for name, b in buffers.items() if b is not None})
+        if kept:
+            self.state.setdefault("momentum", {})[stream] = kept
+
+    def _cache(self, model: nn.Module, names: frozenset[str]) -> Cache | None:
+        """A cache of features where only the head trains and nothing below it depends on chance or the batch."""
+        if not self.options.exact_shortcuts or self._augment is not None or self.n == 0:
+            return None
+        if not names <= HEAD.names(model) or not self.pool.steady(model, self.data.train.take(slice(0, 2))[0]):
+            return None
+        return Cache(lambda: self.data.train.take()[0], [model])
+
+
+def _set_modes(model: nn.Module, names: frozenset[str], frozen: Literal["eval", "train"]) -> None:
+    """Train mode, but eval mode for each module that holds tensors of its own, none of them to be trained."""
+    model.train()
+    if frozen == "train":
+        return
+    for prefix, module in model.named_modules():
+        own = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
+        full = {f"{prefix}.{name}" if prefix else name for name in own}
+        if full and not full & names:
+            module.training = False
+
+
+def schedule(rule: str, round: int, rounds: int) -> float:
+    """The factor on the learning rate in a round: constant, cosine, or step:F1,F2 (a tenth from each fraction on)."""
+    if rule == "constant":
+        return 1.0
+    if rule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * (round - 1) / max(rounds, 1)))
+    return float(0.1 ** sum(round - 1 >= fraction * rounds for fraction in step_fractions(rule)))
+
+
+def step_fractions(rule: str) -> list[float]:
+    """The fractions of a `step:…` rule."""
+    return [float(part) for part in rule.removeprefix("step:").split(",")]

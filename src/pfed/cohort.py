@@ -1,0 +1,208 @@
+"""What a method sees of the clients, and the exchange behind it: versions, bytes, failures, simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from pfed import streams, wire
+from pfed.config import RunOptions
+from pfed.data.base import Samples
+from pfed.engines.base import POOLED, Call, Engine, Failure, Reply
+from pfed.errors import RunError
+from pfed.method import Aggregation, Average, Each, Method, Replies
+from pfed.pool import Pool
+from pfed.tasks import Task
+from pfed.wire import Payload
+
+MEBIBYTE = 2**20
+
+
+@dataclass
+class Ledger:
+    """What happened in one round, for the record."""
+
+    up: dict[int, int] = field(default_factory=dict)
+    down: dict[int, int] = field(default_factory=dict)
+    evaluation: dict[int, int] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    logs: dict[tuple[int, str], float] = field(default_factory=dict)
+    participants: set[int] = field(default_factory=set)
+    samples: int = 0
+    simulated: float = 0.0  # seconds
+
+
+@dataclass
+class Exchange:
+    """Carries calls to the engine: names the versions to build on, counts bytes, sorts out failures."""
+
+    engine: Engine
+    method: Method
+    options: RunOptions
+    pool: Pool
+    task: Task
+    names: Mapping[int, str]
+    public: Samples | None = None
+    versions: dict[int, int] = field(default_factory=dict)
+    calls: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def __post_init__(self) -> None:
+        model = self.pool.shared()
+        self._model: Mapping[str, Tensor] = model
+        self._limit = 8 * model.nbytes + 64 * MEBIBYTE
+
+    def train(self, step: str, round: int, ids: Iterable[int], payload: Mapping[str, Any]) -> Iterator[tuple[int, Reply]]:
+        """Run a training step; yields accepted answers by ascending client id."""
+        self.calls += 1
+        chosen = self._present(round, ids)
+        call = self._call(step, round, chosen, payload, self.calls)
+        answered, slowest = 0, 0.0
+        for client, answer in _ascending(chosen, self.engine.map(call)):
+            sent = {**call.common, **call.own[client]}
+            self._count(self.ledger.down, client, sent)
+            if isinstance(answer, Reply):
+                seconds = self._seconds(client, answer.samples)
+                slowest = max(slowest, seconds)
+                self._count(self.ledger.up, client, answer.payload)
+                answer = self._inspect(answer, sent, seconds)
+            if isinstance(answer, Failure):
+                self.ledger.failures[client] = answer
+                continue
+            answered += 1
+            self.versions[client] = self.calls
+            self.ledger.participants.add(client)
+            self.ledger.samples += answer.samples
+            self.ledger.logs.update({(client, name): value for name, value in answer.records.items()})
+            yield client, answer
+        deadline = self.options.deadline
+        self.ledger.simulated += slowest if deadline is None else min(slowest, deadline)
+        if POOLED not in chosen and answered < min(self.options.min_clients, len(self.engine.ids)):
+            raise RunError(self._too_few(round, answered))
+
+    def ask(self, step: str, round: int, ids: Iterable[int], payload: Mapping[str, Any]) -> Iterator[tuple[int, Payload]]:
+        """Run a reading step, as evaluation is; makes no version. A failure here stops the run."""
+        chosen = sorted(ids)
+        call = self._call(step, round, chosen, payload, None)
+        for client, answer in _ascending(chosen, self.engine.map(call)):
+            if isinstance(answer, Failure):
+                raise RunError(f"Client {self.names[client]}: {answer.reason}\n{answer.detail}".rstrip())
+            self._count(self.ledger.evaluation, client, {**call.common, **call.own[client]})
+            self._count(self.ledger.evaluation, client, answer.payload)
+            yield client, answer.payload
+
+    def _call(
+        self, step: str, round: int, ids: list[int], payload: Mapping[str, Any], version: int | None
+    ) -> Call:
+        common = {key: value for key, value in payload.items() if not isinstance(value, Each)}
+        each = {key: value for key, value in payload.items() if isinstance(value, Each)}
+        own = {client: {key: value.of(client) for key, value in each.items()} for client in ids}
+        for part in [common, *own.values()]:
+            wire.check_types(part, f"{type(self.method).__name__}.{step}")
+        base = {client: self.versions.get(client, 0) for client in ids}
+        return Call(step, round, common, own, base, version)
+
+    def _present(self, round: int, ids: Iterable[int]) -> list[int]:
+        """Those of the chosen clients that have not failed in this round, nor are made to drop out."""
+        chosen = [client for client in sorted(ids) if client not in self.ledger.failures]
+        if not self.options.dropout:
+            return chosen
+        for client in chosen:
+            if client != POOLED and streams.rng(self.options.seed, "unavailable", client, round).random() < self.options.dropout:
+                self.ledger.failures[client] = Failure("dropped", "did not answer (simulated)")
+        return [client for client in chosen if client not in self.ledger.failures]
+
+    def _seconds(self, client: int, samples: int) -> float:
+        """Simulated: a thousand samples a second, stragglers slower by the given factor."""
+        slow = streams.rng(self.options.seed, "stragglers", client).random() < self.options.stragglers
+        return samples / 1000 * (self.options.slowdown if slow else 1.0)
+
+    def _inspect(self, reply: Reply, sent: Payload, seconds: float) -> Reply | Failure:
+        deadline = self.options.deadline
+        if deadline is not None and seconds > deadline:
+            return Failure("late", f"answered after {seconds:.3g} simulated seconds, the deadline is {deadline:g}")
+        fault = wire.fault(reply.payload, sent, self._model, self._limit)
+        return reply if fault is None else Failure("bad reply", fault)
+
+    def _count(self, counter: dict[int, int], client: int, payload: Mapping[str, Any]) -> None:
+        if client != POOLED:
+            counter[client] = counter.get(client, 0) + wire.nbytes(payload)
+
+    def _too_few(self, round: int, answered: int) -> str:
+        first = next(iter(sorted(self.ledger.failures.items())), None)
+        text = f"Round {round}: {answered} clients answered, min_clients is {self.options.min_clients}."
+        if first is None:
+            return text
+        client, failure = first
+        return f"{text} Client {self.names[client]}: {failure.reason}\n{failure.detail}".rstrip()
+
+
+def _ascending(ids: list[int], answers: Iterable[tuple[int, Reply | Failure]]) -> Iterator[tuple[int, Reply | Failure]]:
+    """Bring answers into the order of ids, holding back those that come early."""
+    waiting: dict[int, Reply | Failure] = {}
+    expected = iter(ids)
+    turn = next(expected, None)
+    for client, answer in answers:
+        waiting[client] = answer
+        while turn is not None and turn in waiting:
+            yield turn, waiting.pop(turn)
+            turn = next(expected, None)
+
+
+class Cohort:
+    """The clients of a round, as a method sees them."""
+
+    def __init__(self, exchange: Exchange, ids: Iterable[int], round: int):
+        self._exchange = exchange
+        self.ids = sorted(ids)
+        self.round = round
+        self.rounds = exchange.options.rounds
+        self.total = len(exchange.engine.ids)
+        self.public = exchange.public
+
+    def call(self, step: Callable[..., Any], **payload: Any) -> Replies:
+        """Run a step on every client of the cohort and wait for all answers."""
+        replies = Replies(self._agg)
+        for client, reply in self._exchange.train(step.__name__, self.round, self.ids, payload):
+            replies[client] = reply.payload
+            replies.weights[client] = reply.weight
+        return replies
+
+    def mean(self, step: Callable[..., Any], key: str, **payload: Any) -> Any:
+        """Run a step and average one value of the answers as they arrive: memory does not grow with the cohort."""
+        fold = Average(self._agg)
+        for client, reply in self._exchange.train(step.__name__, self.round, self.ids, payload):
+            try:
+                fold.add(reply.payload[key], reply.weight)
+            except (KeyError, RuntimeError) as error:
+                raise RunError(f"The {key!r} of client {self._exchange.names[client]} does not fit: {error}") from error
+        return fold.value()
+
+    def only(self, ids: Iterable[int]) -> Cohort:
+        """Some of these clients."""
+        return Cohort(self._exchange, set(ids) & set(self.ids), self.round)
+
+    def pooled(self) -> Cohort:
+        """The union of all clients' data as one client: for central training in a simulation."""
+        return Cohort(self._exchange, [POOLED], self.round)
+
+    def model(self) -> nn.Module:
+        """A module on the server, with the run's initial values."""
+        return self._exchange.pool.take(POOLED)
+
+    def rng(self, stream: str) -> np.random.Generator:
+        """A random stream of the server in this round."""
+        return streams.rng(self._exchange.options.seed, "server", self.round, stream)
+
+    def log(self, **numbers: float) -> None:
+        """Numbers of the server for plots."""
+        self._exchange.ledger.logs.update({(POOLED, name): float(value) for name, value in numbers.items()})
+
+    @property
+    def _agg(self) -> Aggregation:
+        agg: Aggregation = getattr(self._exchange.method, "agg", "samples")
+        return agg

@@ -1,0 +1,151 @@
+"""Folders of images: a folder per class, or a folder per client with a folder per class in it."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from pfed.data.pool import Pool
+from pfed.errors import UserError
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
+SPLITS = ("train", "test")
+LAYOUTS = "CLASS/image, train/CLASS/image, CLIENT/CLASS/image or CLIENT/train/CLASS/image"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An image file and what its folders say of it."""
+
+    path: Path
+    label: str
+    client: str | None
+    test: bool
+
+
+def read_folder(root: Path, image_size: int | None = None) -> Pool:
+    """All images below a folder, with owners if the outer folders are clients."""
+    entries = _scan(root)
+    if not entries:
+        raise UserError(f"{root} must hold images as {LAYOUTS}. Got none.")
+    clients = tuple(dict.fromkeys(entry.client for entry in entries if entry.client is not None))
+    position = {name: index for index, name in enumerate(clients)}
+    return Pool(
+        x=read_images([entry.path for entry in entries], image_size),
+        labels=np.array([entry.label for entry in entries], np.str_),
+        test=np.array([entry.test for entry in entries], np.bool_),
+        owner=np.array([position.get(entry.client or "", 0) for entry in entries], np.int64),
+        clients=clients,
+        notes=_left_out(root, {entry.path for entry in entries}),
+    )
+
+
+def _scan(root: Path) -> list[Entry]:
+    folders = _folders(root)
+    if any(name.lower() in SPLITS for name, _ in folders):
+        return _splits(root, None)
+    classes = [name for name, folder in folders if _images(folder)]
+    clients = [(name, folder) for name, folder in folders if not _images(folder) and _folders(folder)]
+    if classes and clients:
+        raise UserError(
+            f"The folders of {root} must be all classes or all clients. "
+            f"Got {classes[0]!r} with images and {clients[0][0]!r} with folders in it."
+        )
+    if classes:
+        return _classes(root, None, test=False)
+    entries = []
+    for name, folder in clients:
+        own = _splits(folder, name)
+        if not own:
+            raise UserError(f"Client folder {folder} must hold images in class folders. Got none.")
+        entries += own
+    return entries
+
+
+def _splits(folder: Path, client: str | None) -> list[Entry]:
+    """The classes of a folder, or of its train and test folders."""
+    folders = _folders(folder)
+    beside = [name for name, _ in folders if name.lower() not in SPLITS]
+    if len(beside) == len(folders):
+        return _classes(folder, client, test=False)
+    if beside:
+        raise UserError(f"Beside the folders train and test, {folder} must hold no other. Got {beside[0]!r}.")
+    return [entry for name, below in folders for entry in _classes(below, client, test=name.lower() == "test")]
+
+
+def _classes(folder: Path, client: str | None, test: bool) -> list[Entry]:
+    return [Entry(path, name, client, test) for name, below in _folders(folder) for path in _images(below)]
+
+
+def _folders(folder: Path) -> list[tuple[str, Path]]:
+    """The visible folders in a folder with their names, sorted; é is one letter whichever system wrote the name."""
+    found = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__"))]
+    return [(unicodedata.normalize("NFC", path.name), path) for path in found]
+
+
+def _images(folder: Path) -> list[Path]:
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.suffix.lower() in SUFFIXES and path.is_file() and not path.name.startswith(".")
+    ]
+
+
+def _left_out(root: Path, used: set[Path]) -> tuple[str, ...]:
+    files = (path for path in sorted(root.rglob("*")) if path not in used and path.is_file())
+    visible = [path for path in files if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+    if not visible:
+        return ()
+    return (f"{len(visible)} files are not images in a class folder and were left out, such as {visible[0]}.",)
+
+
+def read_images(paths: Sequence[Path], image_size: int | None = None) -> Tensor:
+    """Images of one size as a tensor of bytes; all grey or all in colour, as the first one is. (n, c, h, w)"""
+    if image_size is not None and image_size < 1:
+        raise UserError(f"image_size must be >= 1. Got {image_size}.")
+    mode = "L" if _open(paths[0]).mode in ("1", "L", "LA") else "RGB"
+    first = _pixels(paths[0], mode, image_size)
+    pixels = np.empty((len(paths), *first.shape), np.uint8)
+    for index, path in enumerate(paths):
+        image = _pixels(path, mode, image_size)
+        if image.shape != first.shape:
+            raise UserError(
+                f"{path} is {image.shape[1]}x{image.shape[0]} but {paths[0]} is {first.shape[1]}x{first.shape[0]}: "
+                f"pass image_size=N to have all images resized to NxN."
+            )
+        pixels[index] = image
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
+
+
+def _pixels(path: Path, mode: str, image_size: int | None) -> NDArray[np.uint8]:  # (h, w, c)
+    image = _open(path).convert(mode)
+    if image_size is not None:
+        image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
+    array = np.asarray(image, np.uint8)
+    return array[:, :, None] if array.ndim == 2 else array
+
+
+def _open(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as image:
+            image.load()
+            if image.mode == "F":
+                raise UserError(f"{path} must have pixels in whole numbers. Got floats.")
+            if not image.mode.startswith("I"):
+                return image
+            # 16 bits of grey, as in many X-rays: Pillow's own conversion would cut everything above 255.
+            return Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise UserError(f"There is no image {path}.") from error
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as an image: {error}.") from error

@@ -1,0 +1,22 @@
+"""Engines: each is one file with one verb, `map`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pfed.engines.base import Engine, States
+from pfed.errors import unknown
+
+if TYPE_CHECKING:
+    from pfed.runner import Runner
+
+
+def engine(name: str, runner: Runner, states: States) -> Engine:
+    """An engine by name."""
+    from pfed.engines.debug import Debug
+    from pfed.engines.serial import Serial
+
+    engines: dict[str, type[Serial] | type[Debug]] = {"serial": Serial, "debug": Debug}
+    if name not in engines:
+        raise unknown("engine", name, engines)
+    return engines[name](runner, states)

@@ -1,0 +1,306 @@
+"""An experiment: a method, data, a model and options; `run()` does it and gives back what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import platform
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import pfed
+from pfed import anatomy, options, pool, registry, store, streams, wire
+from pfed.client import step_fractions
+from pfed.cohort import Cohort, Exchange, Ledger
+from pfed.config import Local, RunOptions
+from pfed.data.base import Dataset, Federation, Samples
+from pfed.engines import engine
+from pfed.errors import RunError, UserError
+from pfed.evaluate import Evaluation, Evaluator
+from pfed.method import Method
+from pfed.pool import Pool, Spec
+from pfed.progress import Progress
+from pfed.result import Result
+from pfed.runner import Runner
+from pfed.store import Checkpoint, Store
+from pfed.tasks import task
+from pfed.wire import State
+
+ModelLike = str | nn.Module | Callable[[], nn.Module]
+
+
+class Experiment:
+    """What is to be run.
+
+    `method` is a name, a class or an instance; `data` a name, a path, a `Federation`, a `Dataset` or per-client arrays
+    or torch datasets; `model` a name, a module or a function that makes one (or several, dealt to the clients in
+    turn). `hyper` are the method's options, `local` those of local training; all else is an option of the run.
+
+    >>> from pfed import Experiment
+    >>> result = Experiment(method="fedper", data="digits", clients=5, classes_per_client=2, rounds=2).run()
+    >>> sorted(result.metrics)[:1]
+    ['personal/local-test']
+    """
+
+    def __init__(
+        self,
+        method: str | Method | type[Method] = "fedavg",
+        data: Any = "digits",
+        model: ModelLike | Sequence[ModelLike] = "auto",
+        *,
+        hyper: Mapping[str, Any] | None = None,
+        local: Local | Mapping[str, Any] | None = None,
+        **run_options: Any,
+    ):
+        self.method = _method(method, hyper or {})
+        self._method_name = method if isinstance(method, str) else self.method.label
+        self._data, self._model = data, model
+        if local is not None:
+            run_options["local"] = local if isinstance(local, Local) else options.make(Local, local, "local")
+        run_options["data"] = data if isinstance(data, str) else "own data"
+        run_options["model"] = model if isinstance(model, str) else "own model"
+        self.options: RunOptions = options.make(RunOptions, run_options, "the run")
+        self._federation: Federation | None = None
+        _check(self.method, self.options)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Experiment:
+        """From the nested names of a TOML file or of a run's record: run options, [local] and [METHOD]."""
+        values = dict(config)
+        name = values.pop("method", "fedavg")
+        if not isinstance(name, str):
+            raise UserError(f"method must be the name of a method. Got {name!r}.")
+        return cls(name, values.pop("data", "digits"), values.pop("model", "auto"), hyper=values.pop(name, {}), **values)
+
+    def config(self) -> dict[str, Any]:
+        """The inverse of `from_config`: every option explicit."""
+        run = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(self.options)}
+        run["local"] = dataclasses.asdict(self.options.local)
+        return {"method": self._method_name, **run, self._method_name: self.method.hyperparameters()}
+
+    def federation(self) -> Federation:
+        """The data, divided among the clients."""
+        if self._federation is None:
+            self._federation = _federation(self._data, self.options)
+        return self._federation
+
+    def run(self, runs: str | Path | None = None) -> Result:
+        """Run from the start. With a runs folder (or PFED_RUNS) the run is kept and can be resumed."""
+        self.federation()  # a mistake in the data shows before a folder is made
+        folder = runs or os.environ.get("PFED_RUNS")
+        data = Path(self.options.data).stem.replace(" ", "-")
+        stem = f"{self.method.label}-{data}-s{self.options.seed}"
+        opened = store.create(Path(folder), stem) if folder else Store(None)
+        with contextlib.closing(opened):
+            return self._run(opened)
+
+    def resume(self, folder: Path) -> Result:
+        """Go on from the last good checkpoint of a run of this experiment."""
+        with contextlib.closing(Store(folder)) as opened:
+            return self._run(opened)
+
+    def _run(self, opened: Store) -> Result:
+        with _one_thread(), Progress(self.method.label, self.options.rounds) as progress:
+            record = opened.record
+            if record.get("state") == "complete":
+                return Result(record, opened.run)
+            if not record.get("created"):
+                self._describe(opened)
+            record.set(state="running")
+            try:
+                self._loop(opened, progress)
+            except KeyboardInterrupt:
+                record.set(state="stopped")
+                raise
+            except BaseException as error:
+                with contextlib.suppress(sqlite3.Error):
+                    record.set(state="failed")
+                    record.event(0, "failed", str(error).splitlines()[0] if str(error) else type(error).__name__)
+                if isinstance(error, sqlite3.Error):
+                    raise RunError(f"The record of run {opened.run!r} can't be written: {error}.") from error
+                raise
+            record.set(state="complete")
+            return Result(record, opened.run)
+
+    def _loop(self, opened: Store, progress: Progress) -> None:
+        method, opts, federation = self.method, self.options, self.federation()
+        models = self._pool(federation)
+        runner = Runner(method, federation, models, opts, task(opts.task))
+        names = {i: client.name for i, client in enumerate(federation.clients)} | {-1: "all clients"}
+        exchange = Exchange(engine(opts.engine, runner, opened.states), method, opts, models, runner.task, names, federation.public)
+        evaluator = Evaluator(exchange, federation, opts, method)
+        server = method.init(models.template(-1))
+        done = opened.restore()
+        if done is not None:
+            server, exchange.versions, exchange.calls = done.server, dict(done.versions), done.calls
+        saved = done.round if done else -1
+        opened.record.forget_after(saved)
+        done = done or Checkpoint(-1, 0, server, {})
+        everyone = range(len(federation.clients))
+        finishes = type(method).finish is not Method.finish
+        last = opts.rounds + finishes
+        try:
+            for t in range(done.round + 1, last + 1):
+                started, exchange.ledger = time.perf_counter(), Ledger()
+                if t == 0:
+                    method.start(server, Cohort(exchange, everyone, t))
+                elif t <= opts.rounds:
+                    method.round(server, Cohort(exchange, self._chosen(t, len(everyone)), t))
+                else:
+                    method.finish(server, Cohort(exchange, everyone, t))
+                seconds = time.perf_counter() - started
+                evaluation = evaluator(server, t, final=t == last) if self._due(t, last) else None
+                opened.record.add_round(t, seconds, exchange.ledger, evaluation)
+                done = Checkpoint(t, exchange.calls, wire.copy_tree(server), dict(exchange.versions))
+                opened.states.retain(done.versions)
+                progress.round(t, seconds, exchange.ledger, evaluation)
+                if t == last or (opts.checkpoint_every and t % opts.checkpoint_every == 0 and t > 0):
+                    opened.save(done)
+                    saved = t
+        except KeyboardInterrupt:
+            if done.round > saved:
+                opened.save(done)
+            raise
+        finally:
+            exchange.engine.close()
+
+    def _due(self, t: int, last: int) -> bool:
+        every = self.options.eval_every
+        return t == last or (t > 0 and every > 0 and t % every == 0)
+
+    def _chosen(self, t: int, clients: int) -> list[int]:
+        """The clients of a round: a share of all, at least one, drawn without replacement."""
+        if self.method.participation == "all":
+            return list(range(clients))
+        size = max(1, math.floor(self.options.fraction * clients + 1e-9))
+        draw = streams.rng(self.options.seed, "client_sampling", t).permutation(clients)
+        return sorted(int(client) for client in draw[:size])
+
+    def _pool(self, federation: Federation) -> Pool:
+        """The models: one template for each architecture, initial values of their own where there are several."""
+        makers = _makers(self._model, self.options.head, federation)
+        args = (len(federation.classes), federation.shape, self.options.seed)
+        templates = [self.method.build(Spec(make, *args)) for make in makers]
+        if len(makers) > 1 and self.method.same_architecture:
+            pool.check_same(templates, self.method.label)
+        pool.mark(templates, self.options.bn)
+        if len(makers) == 1:
+            return Pool(templates)
+        clients = range(len(federation.clients))
+        initial = {c: anatomy.tensors(self.method.build(Spec(makers[c % len(makers)], *args, own=str(c)))) for c in clients}
+        return Pool(templates, {c: c % len(makers) for c in clients}, initial)
+
+    def _describe(self, opened: Store) -> None:
+        federation, classes = self.federation(), len(self.federation().classes)
+        rows = [
+            (i, client.name, len(client.train), len(client.test), client.train.counts(classes).tolist())
+            for i, client in enumerate(federation.clients)
+        ]
+        opened.record.add_clients(rows)
+        for note in federation.notes:
+            opened.record.event(0, "note", note)
+        opened.record.set(
+            config=self.config(),
+            method=self.method.label,
+            data=self.options.data,
+            seed=self.options.seed,
+            engine=self.options.engine,
+            classes=list(federation.classes),
+            created=time.time(),
+            versions={"pfed": pfed.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        )
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread: float sums do not depend on the machine's cores, and processes are the way to use those."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _method(method: str | Method | type[Method], hyper: Mapping[str, Any]) -> Method:
+    if isinstance(method, Method):
+        if hyper:
+            raise UserError("hyper goes with a method's name or class. Got a method that has its values already.")
+        return method
+    if isinstance(method, str):
+        return registry.make(method, hyper)
+    if isinstance(method, type) and issubclass(method, Method):
+        return options.make(method, hyper)
+    raise UserError(f"method must be a name, a Method class or an instance of one. Got {method!r}.")
+
+
+def _check(method: Method, opts: RunOptions) -> None:
+    if opts.task not in method.tasks:
+        raise UserError(f"{method.label} does not do {opts.task}; it does {', '.join(sorted(method.tasks))}.")
+    if opts.select == "validation" and not opts.validation and opts.data != "own data":
+        raise UserError("run.select 'validation' needs validation data. Set run.validation, for example to 0.1.")
+    rule = opts.local.schedule
+    if rule not in ("constant", "cosine"):
+        try:
+            step_fractions(rule)
+        except ValueError:
+            raise UserError(f"local.schedule must be constant, cosine or step:F,F,…. Got {rule!r}.") from None
+    if opts.min_clients > opts.clients and opts.data != "own data":
+        raise UserError(f"run.min_clients must be <= run.clients ({opts.clients}). Got {opts.min_clients}.")
+
+
+def _federation(data: Any, opts: RunOptions) -> Federation:
+    from pfed.data import sources, user
+    from pfed.data.catalog import SOURCES
+    from pfed.data.federate import federate
+
+    if isinstance(data, str):
+        own = data not in SOURCES and Path(data).exists()
+        data = user.open_user(data, seed=opts.seed) if own else sources.load(data)
+    elif not isinstance(data, (Dataset, Federation)):
+        data = user.federation(data, test_fraction=opts.test_fraction, seed=opts.seed)
+    federation: Federation = federate(data, opts, opts.seed) if isinstance(data, Dataset) else data
+    if opts.external is not None:
+        outside = sources.load(opts.external)
+        if outside.x.shape[1:] != torch.Size(federation.shape):
+            raise UserError(
+                f"run.external must have the clients' shape {federation.shape}."
+                f" Got {opts.external!r} of shape {tuple(outside.x.shape[1:])}."
+            )
+        samples = dataclasses.replace(Samples.of(outside.x, outside.y), mean=outside.mean, std=outside.std)
+        federation = dataclasses.replace(federation, external=samples)
+    return federation
+
+
+def _makers(
+    model: ModelLike | Sequence[ModelLike], head: str | None, federation: Federation
+) -> list[Callable[[], nn.Module]]:
+    from pfed import models
+
+    given: Sequence[ModelLike] = [model] if isinstance(model, (str, nn.Module)) or callable(model) else model
+    parts: list[ModelLike] = []
+    for item in given:
+        parts += [name.strip() for name in item.split(",")] if isinstance(item, str) else [item]
+
+    def maker(item: ModelLike) -> Callable[[], nn.Module]:
+        def make() -> nn.Module:
+            if isinstance(item, str):
+                name = models.default(federation.shape) if item == "auto" else item
+                made = models.build(name, classes=len(federation.classes), shape=federation.shape)
+            else:
+                import copy
+
+                made = copy.deepcopy(item) if isinstance(item, nn.Module) else item()
+            return anatomy.set_head(made, head) if head else made
+
+        return make
+
+    return [maker(item) for item in parts]

@@ -1,0 +1,77 @@
+"""Running a model on a batch: `model(batch)`, `features(model, batch)`, `head(model, z)`.
+
+All three consult the phase's cache by `batch.index`, so that what is frozen is computed once without any code in a
+method (exact shortcuts).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pfed import anatomy
+
+SLICE = 512  # rows per forward pass where no gradient is needed
+
+
+@dataclass
+class Cache:
+    """Features of frozen modules over all of a client's examples, made at first use."""
+
+    examples: Callable[[], Tensor]  # all inputs in order
+    frozen: list[nn.Module] = field(default_factory=list)
+    _features: dict[int, Tensor] = field(default_factory=dict)
+
+    def features(self, model: nn.Module, index: Tensor) -> Tensor | None:
+        if not any(module is model for module in self.frozen):
+            return None
+        if id(model) not in self._features:
+            with torch.no_grad():
+                parts = [anatomy.features(model, x) for x in self.examples().split(SLICE)]
+            self._features[id(model)] = torch.cat(parts)
+        return self._features[id(model)][index]
+
+
+@dataclass
+class Batch:
+    """Some of a client's examples; `index` are their positions in the client's data."""
+
+    x: Tensor
+    y: Tensor
+    index: Tensor
+    step: int = 0
+    epoch: int = 0
+    cache: Cache | None = None
+
+
+def features(model: nn.Module, batch: Batch | Tensor) -> Tensor:
+    """The input of the head."""
+    if isinstance(batch, Tensor):
+        return anatomy.features(model, batch)
+    cached = batch.cache.features(model, batch.index) if batch.cache else None
+    return anatomy.features(model, batch.x) if cached is None else cached
+
+
+def head(model: nn.Module, z: Tensor) -> Tensor:
+    """The head applied to features."""
+    return anatomy.head(model, z)
+
+
+def _forward(self: nn.Module, batch: Batch | Tensor) -> Tensor:
+    if isinstance(batch, Batch):
+        cached = batch.cache.features(self, batch.index) if batch.cache else None
+        if cached is not None:
+            return anatomy.head(self, cached)
+        batch = batch.x
+    out: Tensor = type(self).forward(self, batch)
+    return out
+
+
+def accept_batches(model: nn.Module) -> nn.Module:
+    """Let `model(batch)` work beside `model(x)`; names, tensors and copies of the model stay as they are."""
+    model.forward = types.MethodType(_forward, model)
+    return model

@@ -1,0 +1,71 @@
+"""Models by name: those of the papers, built by hand, and every classifier of timm and torchvision.
+
+>>> model = build("lenet5", classes=10, shape=(3, 32, 32))
+>>> sum(parameter.numel() for parameter in model.parameters())
+64102
+
+Initial values come from torch's global generator, so the caller's seed decides them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pfed.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_PLAIN = (
+    "mlp",
+    "mlp-femnist",
+    "lenet5",
+    "cnn",
+    "cnn-fedrep",
+    "cnn-cifar100",
+    "cnn-small",
+    "cnn-small-bn",
+    "digits-cnn",
+    "alexnet-bn",
+)
+_RESNETS = (*(f"resnet{depth}" for depth in (8, 14, 20, 32, 44, 56, 110)), "resnet8x4", "resnet32x4")
+
+
+def names() -> list[str]:
+    """The models built by hand; `timm:NAME` and `torchvision:NAME` are understood as well."""
+    return [*_PLAIN, *_RESNETS]
+
+
+def build(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
+    """A new model for inputs of this shape (without the batch) and this many classes."""
+    from pfed.models import plain, resnet, zoo  # here, so that a list of names costs no import of torch
+
+    if classes < 1:
+        raise UserError(f"A model must have at least 1 class. Got {classes}.")
+    if name in _PLAIN:
+        model: nn.Module = getattr(plain, name.replace("-", "_"))(classes, shape)
+        return model
+    if name in _RESNETS:
+        return resnet.small(name, classes, shape)
+    library, _, inner = name.partition(":")
+    if library == "timm" and inner:
+        return zoo.from_timm(inner, classes, shape)
+    if library == "torchvision" and inner:
+        return zoo.from_torchvision(inner, classes, shape)
+    raise unknown("model", name, [*names(), "timm:NAME", "torchvision:NAME"])
+
+
+def default(shape: tuple[int, ...]) -> str:
+    """A sensible model for inputs of this shape.
+
+    >>> default((1, 28, 28)), default((64,))
+    ('cnn', 'mlp')
+    """
+    if len(shape) != 3:
+        return "mlp"
+    side = min(shape[1:])
+    if side < 16:  # two 5x5 convolutions with pooling leave nothing of it
+        return "cnn-small"
+    if side < 32:
+        return "cnn"
+    return "cnn-fedrep" if side == 32 else "timm:resnet18"

@@ -1,0 +1,125 @@
+"""Modules that are built once and lent to one client after another."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pfed import anatomy, streams
+from pfed.anatomy import Marks, Part
+from pfed.errors import UserError
+from pfed.forward import accept_batches
+from pfed.tensors import Tensors
+
+
+class Spec:
+    """What a method builds a client's model from: the base model, and parts of its own beside it.
+
+    The base comes from the random stream `init`, each added part from `init/NAME`, so that adding a part leaves the
+    base as it was.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], classes: int, shape: tuple[int, ...], seed: int, own: str = ""):
+        self._make, self._seed, self._own = make, seed, own
+        self.classes, self.shape = classes, shape
+
+    def base(self) -> nn.Module:
+        with streams.torch_scope(self._seed, "init", self._own):
+            return self._make()
+
+    def add(self, name: str, make: Callable[[], nn.Module]) -> nn.Module:
+        """A part of the method's own, from its own stream."""
+        with streams.torch_scope(self._seed, f"init/{name}", self._own):
+            return make()
+
+
+class Pool:
+    """The models of a run: a template for each architecture, and modules lent out for a step."""
+
+    def __init__(
+        self,
+        templates: Sequence[nn.Module],
+        architecture: Mapping[int, int] | None = None,
+        initial: Mapping[int, Tensors] | None = None,
+    ):
+        """`architecture` says which template a client has (else the first), `initial` its own initial values."""
+        self._templates = [accept_batches(template) for template in templates]
+        self._architecture = architecture or {}
+        self._initial = [anatomy.tensors(template) for template in templates]
+        self._own = initial or {}
+        self._free: list[list[nn.Module]] = [[] for _ in templates]
+        self._lent: list[tuple[int, nn.Module]] = []
+        self._steady: dict[tuple[int, tuple[bool, ...]], bool] = {}
+
+    def template(self, client: int) -> nn.Module:
+        """The client's model with the run's initial values: to look at, not to change."""
+        return self._templates[self._architecture.get(client, 0)]
+
+    def take(self, client: int, *tensors: Mapping[str, Tensor] | None) -> nn.Module:
+        """A module of the client's architecture holding the run's initial values, overwritten by each of `tensors`."""
+        kind = self._architecture.get(client, 0)
+        module = self._free[kind].pop() if self._free[kind] else copy.deepcopy(self._templates[kind])
+        self._lent.append((kind, module))
+        values: dict[str, Tensor] = dict(self._own.get(client, self._initial[kind]))
+        for given in tensors:
+            if given:
+                if strange := given.keys() - self._initial[kind].keys():
+                    raise KeyError(f"the model has no {sorted(strange)[:3]}")
+                values.update(given)
+        with torch.no_grad():
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                tensor.copy_(values[name])
+        for parameter in module.parameters():
+            parameter.grad = None
+            parameter.requires_grad_(True)
+        return module.train()
+
+    def shared(self) -> Tensors:
+        """The tensors that may travel in this run, as they were at its start."""
+        return anatomy.params(self._templates[0])
+
+    def give_back(self) -> None:
+        """All modules that were lent are free again."""
+        for kind, module in self._lent:
+            self._free[kind].append(module)
+        self._lent.clear()
+
+    def steady(self, model: nn.Module, x: Tensor) -> bool:
+        """Whether features are the same in the model's present mode as in eval mode: no chance, no batch statistics."""
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()):
+            return False
+        modes = tuple(module.training for module in model.modules())
+        kind = next(kind for kind, lent in self._lent if lent is model)
+        if (kind, modes) not in self._steady:
+            with torch.no_grad(), streams.torch_scope(0, "steady"):
+                now = anatomy.features(model, x)
+                model.eval()
+                quiet = anatomy.features(model, x)
+            for module, mode in zip(model.modules(), modes, strict=True):
+                module.training = mode
+            self._steady[kind, modes] = torch.equal(now, quiet)
+        return self._steady[kind, modes]
+
+
+def mark(templates: Sequence[nn.Module], bn: str) -> None:
+    """Note on each template what stays at the client: by the BN policy, and where names or shapes are not common."""
+    policy: dict[str, Part] = {"share": anatomy.NONE, "local-stats": anatomy.STATS, "local-all": anatomy.NORM}
+    states = [template.state_dict(keep_vars=True) for template in templates]
+    for template, state in zip(templates, states, strict=True):
+        own = {
+            name
+            for name, tensor in state.items()
+            if any(name not in other or other[name].shape != tensor.shape for other in states)
+        }
+        marks: Marks = anatomy.marks(template)
+        marks.local = marks.local | policy[bn].names(template) | own
+
+
+def check_same(templates: Sequence[nn.Module], method: str) -> None:
+    """Refuse different architectures for a method that averages whole models."""
+    shapes = [{name: tuple(t.shape) for name, t in t_.state_dict().items()} for t_ in templates]
+    if any(shape != shapes[0] for shape in shapes):
+        raise UserError(f"{method} needs the same architecture at every client. Got {len(shapes)} different ones.")

@@ -1,0 +1,105 @@
+"""Methods by name: those of the package, those of other packages, and a class in a user's own file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pfed import options
+from pfed.errors import UserError, unknown
+from pfed.method import Method
+
+M = TypeVar("M", bound=type[Method])
+_METHODS: dict[str, type[Method]] = {}
+SUFFIX = "+ft"
+
+
+def register(name: str) -> Callable[[M], M]:
+    """Give a method its name on the command line, in files and in tables."""
+
+    def add(cls: M) -> M:
+        cls.name = name
+        _METHODS[name] = cls
+        return cls
+
+    return add
+
+
+def methods() -> dict[str, type[Method]]:
+    """All registered methods by name. Other packages add theirs through the entry-point group `pfed.methods`."""
+    import pfed.methods
+
+    for module in pkgutil.iter_modules(pfed.methods.__path__):
+        importlib.import_module(f"pfed.methods.{module.name}")
+    for entry in entry_points(group="pfed.methods"):
+        if entry.name not in _METHODS:
+            register(entry.name)(entry.load())
+    return dict(sorted(_METHODS.items()))
+
+
+def find(name: str) -> type[Method]:
+    """A method's class: by name, or as `FILE.py` or `FILE.py:CLASS` for one that is not installed."""
+    file, _, cls = name.partition(":")
+    if file.endswith(".py"):
+        return _from_file(Path(file), cls)
+    known = methods()
+    if name not in known:
+        raise unknown("method", name, [*known, *(base + SUFFIX for base in ("fedavg",))])
+    return known[name]
+
+
+def make(name: str, values: Mapping[str, Any]) -> Method:
+    """A method with these hyper-parameters; `NAME+ft` is the method NAME followed by fine-tuning."""
+    if name.endswith(SUFFIX):
+        from pfed.methods.finetuned import FineTuned
+
+        own = {key: value for key, value in values.items() if key in options.hints(FineTuned) and key != "base"}
+        rest = {key: value for key, value in values.items() if key not in own}
+        return FineTuned(base=make(name.removesuffix(SUFFIX), rest), **own)
+    cls = find(name)
+    return options.make(cls, values, cls.__name__)
+
+
+def fields(name: str) -> dict[str, type]:
+    """The options of a method by name, each with the class that defines it."""
+    if name.endswith(SUFFIX):
+        from pfed.methods.finetuned import FineTuned
+
+        own = {key: FineTuned for key in options.hints(FineTuned) if key.startswith("ft_")}
+        return {**fields(name.removesuffix(SUFFIX)), **own}
+    cls = find(name)
+    return {key: cls for key in getattr(cls, "__dataclass_fields__", {})}
+
+
+def about(cls: type[Method]) -> dict[str, str]:
+    """Title and paper, which the first line of a method's docstring gives as `Title (paper).`"""
+    first = (inspect.getdoc(cls) or cls.__name__).splitlines()[0].rstrip(".")
+    title, _, paper = first.partition(" (")
+    return {"title": title, "paper": paper.rstrip(")")}
+
+
+def _from_file(path: Path, cls: str) -> type[Method]:
+    if not path.is_file():
+        raise UserError(f"There is no file {str(path)!r} to take a method from.")
+    spec = importlib.util.spec_from_file_location(f"pfed_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    found = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Method) and value.__module__ == spec.name
+    }
+    if not cls and len(found) == 1:
+        return next(iter(found.values()))
+    if cls not in found:
+        raise unknown(f"method class in {path.name}", cls, found) if found else UserError(f"{path} defines no method.")
+    return found[cls]

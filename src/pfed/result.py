@@ -1,0 +1,209 @@
+"""What came out of runs: numbers by name, per client, as tables and as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pfed import metrics
+from pfed.engines.base import POOLED
+from pfed.record import Record
+from pfed.tables import bytes_text, percent, table
+
+MAIN = "personal/local-test"
+
+
+class Result:
+    """One run, read from its record."""
+
+    def __init__(self, record: Record, run: str):
+        self.run = run
+        self.config: dict[str, Any] = record.get("config", {})
+        self.method: str = record.get("method")
+        self.state: str = record.get("state")
+        self.seed: int = record.get("seed")
+        self.engine: str = record.get("engine")
+        self.versions: dict[str, str] = record.get("versions", {})
+        self.classes: list[str] = record.get("classes", [])
+        self.clients = record.clients()
+        self.rounds = record.rounds()
+        self.events = record.events()
+        self.logs = record.logs()
+        self.traffic = record.traffic()
+        self.correct = record.correct(MAIN)
+        names = record.metric_names()
+        self.series = {name: record.series(name) for name in names}
+        self.metrics, self._values = self._summary()
+
+    @classmethod
+    def load(cls, folder: Path) -> Result:
+        """Read a run's folder."""
+        with contextlib.closing(Record(folder / "record.sqlite", readonly=True)) as record:
+            return cls(record, folder.name)
+
+    def _summary(self) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
+        sizes = {row["client"]: row["test"] for row in self.clients}
+        found: dict[str, float] = {}
+        values: dict[str, dict[int, float]] = {}
+        for name, series in self.series.items():
+            if set(series[-1][1]) == {POOLED}:
+                found[name] = series[-1][1][POOLED]
+                continue
+            values[name] = chosen = self._select(name)
+            summary = metrics.summarise(chosen, sizes)
+            found[name] = summary.pop("mean")
+            if name.count("/") == 1:
+                found |= {f"{name}/{key}": value for key, value in summary.items()}
+        return dict(sorted(found.items())), values
+
+    def _select(self, name: str) -> dict[int, float]:
+        """The values that are reported, per client, by the run's rule; never-mixed metrics use the last round."""
+        series = self.series[name]
+        rule = self.config.get("select", "last")
+        if not name.endswith("/local-test"):
+            return dict(series[-1][1])
+        rounds = [item for item in series if item[0] <= self.config["rounds"]] if rule == "mean_last_10" else series
+        validation = self.series.get(name.replace("/local-test", "/validation"))
+        return metrics.select(rounds or series, rule, validation)
+
+    @property
+    def per_client(self) -> list[dict[str, Any]]:
+        """One row per client: its data, its metrics, its bytes."""
+        rows = []
+        for row in self.clients:
+            client = row["client"]
+            up, down = self.traffic.get(client, (0, 0))
+            values = {name: series[client] for name, series in self._values.items() if client in series}
+            data = {key: row[key] for key in ("client", "name", "train", "test")}
+            rows.append({**data, **values, "bytes_up": up, "bytes_down": down})
+        return rows
+
+    @property
+    def values(self) -> dict[int, float]:
+        """The reported accuracy of each client's personal model."""
+        return self._values.get(MAIN, {})
+
+    @property
+    def bytes_up(self) -> int:
+        return sum(row["bytes_up"] for row in self.rounds)
+
+    @property
+    def bytes_down(self) -> int:
+        return sum(row["bytes_down"] for row in self.rounds)
+
+    @property
+    def bytes_eval(self) -> int:
+        return sum(row["bytes_eval"] for row in self.rounds)
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(row["seconds"] for row in self.rounds))
+
+    def json(self) -> dict[str, Any]:
+        """Everything that `--json` prints."""
+        return {
+            "run": self.run,
+            "method": self.method,
+            "seed": self.seed,
+            "engine": self.engine,
+            "state": self.state,
+            "rounds": self.config.get("rounds"),
+            "eval_point": self.config.get("eval_point"),
+            "select": self.config.get("select"),
+            "metrics": self.metrics,
+            "per_client": self.per_client,
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+            "bytes_eval": self.bytes_eval,
+            "seconds": self.seconds,
+        }
+
+    def table(self) -> str:
+        """The run in a few lines."""
+        return Comparison([self]).table()
+
+    def __repr__(self) -> str:
+        return f"<Result {self.run}: {percent(self.metrics.get(MAIN))}>"
+
+
+class Comparison:
+    """Several runs side by side: methods as rows, seeds folded into mean and spread."""
+
+    def __init__(self, results: Sequence[Result]):
+        self.results = list(results)
+        self._local = {self._setting(r): r.values for r in results if r.method == "local"}
+
+    @staticmethod
+    def _setting(result: Result) -> tuple[Any, ...]:
+        """What two runs must have in common for a client to be the same client in both."""
+        keys = ("data", "seed", "clients", "partition", "classes_per_client", "alpha", "public", "validation")
+        return (*(result.config.get(key) for key in keys), len(result.clients))
+
+    def gain(self, result: Result) -> dict[int, float] | None:
+        """Accuracy minus that of training alone, per client; None without a Local run of the same setting."""
+        alone = self._local.get(self._setting(result))
+        if alone is None:
+            return None
+        return {client: value - alone[client] for client, value in result.values.items() if client in alone}
+
+    def json(self) -> list[dict[str, Any]]:
+        rows = []
+        for result in self.results:
+            row = result.json()
+            if gains := self.gain(result):
+                row["metrics"] = {**row["metrics"], "gain-over-local": sum(gains.values()) / len(gains)}
+                row["metrics"]["harmed-clients"] = sum(g < 0 for g in gains.values()) / len(gains)
+            rows.append(row)
+        return rows
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per method: mean and spread over seeds of what the table shows."""
+        groups: dict[str, list[Result]] = {}
+        for result in self.results:
+            groups.setdefault(result.method, []).append(result)
+        rows = []
+        for method, group in groups.items():
+            gains = [sum(g.values()) / len(g) for r in group if (g := self.gain(r))]
+            rows.append(
+                {
+                    "method": method,
+                    "seeds": len(group),
+                    "mean": _over_seeds([r.metrics[MAIN] for r in group if MAIN in r.metrics]),
+                    "worst": _over_seeds([r.metrics[f"{MAIN}/worst-decile"] for r in group if MAIN in r.metrics]),
+                    "new": _over_seeds([r.metrics[n] for r in group if (n := "ensemble/new-test") in r.metrics]),
+                    "external": _over_seeds([r.metrics[n] for r in group if (n := "ensemble/external") in r.metrics]),
+                    "gain": _over_seeds(gains),
+                    "bytes": sum(r.bytes_up + r.bytes_down for r in group) / sum(len(r.clients) for r in group),
+                    "seconds": sum(r.seconds for r in group) / len(group),
+                }
+            )
+        return rows
+
+    def table(self) -> str:
+        """Accuracy in percent (mean over clients; ± over seeds), worst tenth, gain, bytes per client, time."""
+        rows = self.rows()
+        extra = [(key, title) for key, title in (("new", "new test"), ("external", "external")) if any(r[key] for r in rows)]
+        header = ["method", "accuracy %", "worst decile", *(title for _, title in extra), "gain over Local", "per client", "time"]
+        body = []
+        for row in rows:
+            cells = [row["method"], _spread(row["mean"]), _spread(row["worst"]), *(_spread(row[key]) for key, _ in extra)]
+            gain = _spread(row["gain"], sign=True) if row["method"] != "local" else "–"
+            body.append([*cells, gain, bytes_text(row["bytes"]), f"{row['seconds']:.1f} s"])
+        return table(header, body)
+
+    __repr__ = table
+
+
+def _over_seeds(values: Sequence[float]) -> tuple[float, float] | None:
+    return metrics.over_seeds(values) if values else None
+
+
+def _spread(value: tuple[float, float] | None, sign: bool = False) -> str:
+    if value is None:
+        return "–"
+    mean, deviation = value
+    text = f"{100 * mean:+.2f}" if sign else f"{100 * mean:.2f}"
+    return text if math.isnan(deviation) or deviation == 0 else f"{text} ± {100 * deviation:.2f}"

@@ -1,0 +1,41 @@
+"""Plain text tables and units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns under a header: the first to the left, the others to the right.
+
+    >>> print(table(["name", "n"], [["a", "10"], ["bcdef", "7"]]))
+    name    n
+    -----  --
+    a      10
+    bcdef   7
+    """
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        return "  ".join(aligned).rstrip()
+
+    return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, rows)])
+
+
+def bytes_text(count: float) -> str:
+    """Bytes with a unit, in powers of ten.
+
+    >>> bytes_text(1_228_768)
+    '1.23 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"
+
+
+def percent(value: float | None) -> str:
+    """A share as percent with two digits."""
+    return "–" if value is None else f"{100 * value:.2f} %"
