@@ -230,7 +230,7 @@ class TestFemnist:
         released = partition.femnist(train, test, 11, seed=0, pointer="released")
         of_class = np.flatnonzero(train == 0)  # which clients 0, 8, 9 and 10 hold
         mine = [rows[train[rows] == 0].tolist() for rows in (wrap.train[k] for k in (0, 8, 9, 10))]
-        assert sum(mine, []) == of_class[: sum(map(len, mine))].tolist()
+        assert [row for rows in mine for row in rows] == of_class[: sum(map(len, mine))].tolist()
         for rows in (released.train[k] for k in (0, 8, 9, 10)):
             held = rows[train[rows] == 0]
             assert held.tolist() == of_class[: len(held)].tolist()

@@ -92,7 +92,7 @@ def test_noise_has_the_planned_deviation_and_its_own_draw_per_client_and_seed():
 
 
 def test_blur_spreads_a_dot_as_a_gaussian():
-    """A dot keeps its sum; its variance in each direction is sigma² = 1.5² (a little less: cut at 3 sigma, in pixels)."""
+    """A dot keeps its sum; its variance in each direction is sigma² = 1.5² (a little less: cut at 3 sigma)."""
     x = torch.zeros(1, 2, 21, 21)
     x[0, :, 10, 10] = 1
     blurred = shift_images(x, "blur", 1, 2, seed=0)

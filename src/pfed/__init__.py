@@ -46,7 +46,7 @@ _HOMES = {
     "tensors": "anatomy",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
     from pfed.anatomy import ALL, BACKBONE, HEAD, NONE, NORM, STATS, Part, params, set_head, tensors

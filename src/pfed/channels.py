@@ -20,7 +20,6 @@ its input and its output. Divide every group in two, and every tensor is divided
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -165,7 +164,7 @@ def channels(model: nn.Module, example_input: Tensor) -> Channels:
 
 def _classifier(model: nn.Module) -> str:
     head = head_name(model)
-    linear = [n for n, m in model.get_submodule(head).named_modules(prefix=head) if isinstance(m, nn.Linear)]
+    linear: list[str] = [n for n, m in model.get_submodule(head).named_modules(prefix=head) if isinstance(m, nn.Linear)]
     if not linear:
         raise UserError(f"The head {head!r} of {type(model).__name__} has no linear layer to be the classifier.")
     return linear[-1]
@@ -183,12 +182,13 @@ class _Follower(fx.Interpreter):
 
     def __init__(self, traced: fx.GraphModule, model: str, classifier: str) -> None:
         super().__init__(traced)
+        self.extra_traceback = False  # an error is one sentence
         self.model = model
         self.classifier = classifier
         self.flows: dict[fx.Node, Input] = {}
         self.results: dict[fx.Node, torch.Size] = {}
         self.sizes: list[int] = []  # of each set of channels
-        self.joined: list[int] = []  # an earlier set that it is one with, or itself
+        self.joined: list[int] = []  # the earlier set that each is one with, or itself
         self.rows: dict[str, Input] = {}
         self.inputs: dict[str, Input] = {}
 
@@ -199,7 +199,7 @@ class _Follower(fx.Interpreter):
         if isinstance(result, Tensor):
             self.results[n] = result.shape
             if n.op == "call_module":
-                flow = self._module(n, result.shape)
+                flow = self._module(n, result.shape, sources)
             elif sources and n.op != "output":
                 flow = self._operation(n, result.shape, sources)
         elif sources and isinstance(result, (tuple, list)) and any(isinstance(r, Tensor) for r in result):
@@ -208,25 +208,21 @@ class _Follower(fx.Interpreter):
             self.flows[n] = flow
         return result
 
-    def _module(self, n: fx.Node, shape: torch.Size) -> Input | None:
-        name, source = str(n.target), n.all_input_nodes[0]
-        module, came = self.fetch_attr(name), self.flows.get(source)
+    def _module(self, n: fx.Node, shape: torch.Size, sources: list[fx.Node]) -> Input | None:
+        module = self.fetch_attr(str(n.target))
+        came = self.flows[sources[0]] if sources else None
         if isinstance(module, (_ConvNd, nn.Linear)) and not isinstance(module, _ConvTransposeNd):
             return self._layer(n, module, came, shape)
         if came is None:
             return None
-        kind = type(module).__module__
         if isinstance(module, nn.Flatten):
             return self._reshaped(n, came, shape)
-        if kind.endswith(".padding") and shape[1] != self.results[source][1]:
-            if getattr(module, "value", None) != 0:
-                raise self._refuse(n)
-            self._receives(name, came)
+        if isinstance(module, nn.ZeroPad3d) and shape[1] != self.results[sources[0]][1]:
+            self._receives(n, came)
             return self._new(shape[1])
-        if isinstance(module, (_NormBase, nn.Identity)) or (
-            kind in _CHANNELWISE and not isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU))
-        ):
-            self._holds(name, module, came, shape[1])
+        channelwise = type(module).__module__ in _CHANNELWISE and not isinstance(module, _MIXING)
+        if (channelwise or isinstance(module, _NormBase)) and shape[1] == self.results[sources[0]][1]:
+            self._holds(n, module, came, shape[1])
             return came
         raise self._refuse(n)
 
@@ -235,14 +231,19 @@ class _Follower(fx.Interpreter):
         if came is not None:
             if isinstance(module, nn.Linear) and len(shape) != 2:
                 raise self._refuse(n)  # it works on another axis than that of the channels
-            self._receives(name, came)
+            self._receives(n, came)
         if name == self.classifier:
             return None
-        flow = self.rows.get(f"{name}.weight")
-        if flow is None and came is not None and isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:
-            flow = Input(came.group, came.each * module.out_channels // module.in_channels)
-        flow = flow or self._new(shape[1])
-        self._holds(name, module, flow, shape[1])
+        if f"{name}.weight" in self.rows:  # the module is used a second time
+            return self.rows[f"{name}.weight"]
+        depthwise = isinstance(module, _ConvNd) and module.groups == module.in_channels > 1
+        if depthwise and came is not None:
+            flow = Input(came.group, came.each * shape[1] // self.results[n.all_input_nodes[0]][1])
+        else:
+            flow = self._new(shape[1])
+        self._holds(n, module, flow, shape[1])
+        if f"{name}.weight" not in self.rows:  # a parametrization computes it from something else
+            raise self._refuse(n)
         return flow
 
     def _operation(self, n: fx.Node, shape: torch.Size, sources: list[fx.Node]) -> Input:
@@ -258,9 +259,8 @@ class _Follower(fx.Interpreter):
         if name in _RESHAPES:
             return self._reshaped(n, came, shape)
         if name in _REDUCTIONS:
-            dims = n.kwargs.get("dim", n.args[1] if len(n.args) > 1 else None)
-            dims = [dims] if isinstance(dims, int) else dims
-            if isinstance(dims, Sequence) and all(int(str(dim)) % len(before) > 1 for dim in dims):
+            dims: Any = n.kwargs.get("dim", n.args[1] if len(n.args) > 1 else (0, 1))
+            if all(dim % len(before) > 1 for dim in (dims if isinstance(dims, Sequence) else [dims])):
                 return came
         if name == "getitem" and isinstance(n.args[1], tuple) and n.args[1][:2] == (slice(None), slice(None)):
             return came
@@ -271,9 +271,9 @@ class _Follower(fx.Interpreter):
     def _reshaped(self, n: fx.Node, came: Input, shape: torch.Size) -> Input:
         """Flattening gives every channel as many features as its map has places."""
         before = self.results[n.all_input_nodes[0]]
-        if shape == before:
+        if shape[:2] == before[:2]:
             return came
-        if shape[0] != before[0] or shape[1:2].numel() * shape[2:].numel() != before[1:].numel() or len(shape) > 2:
+        if shape != (before[0], before[1:].numel()):
             raise self._refuse(n)
         return Input(came.group, came.each * before[2:].numel())
 
@@ -282,31 +282,27 @@ class _Follower(fx.Interpreter):
         self.joined.append(len(self.joined))
         return Input(self.joined[-1], 1)
 
-    def _holds(self, name: str, module: nn.Module, flow: Input, width: int) -> None:
+    def _holds(self, n: fx.Node, module: nn.Module, flow: Input, width: int) -> None:
         for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if tensor.dim() and len(tensor) == width:
-                self.rows[f"{name}.{own}"] = flow
+                self._join(n, self.rows.setdefault(f"{n.target}.{own}", flow), flow)
 
-    def _receives(self, name: str, came: Input) -> None:
-        if name in self.inputs:  # a module that is used twice
-            self._join(name, self.inputs[name], came)
-        self.inputs[name] = came
+    def _receives(self, n: fx.Node, came: Input) -> None:
+        self._join(n, self.inputs.setdefault(str(n.target), came), came)
 
     def _root(self, group: int) -> int:
         while self.joined[group] != group:
             group = self.joined[group]
         return group
 
-    def _join(self, where: fx.Node | str, a: Input, b: Input) -> None:
+    def _join(self, n: fx.Node, a: Input, b: Input) -> None:
         first, second = sorted((self._root(a.group), self._root(b.group)))
         if a.each != b.each or self.sizes[first] != self.sizes[second]:
-            raise self._refuse(where)
+            raise self._refuse(n)
         self.joined[second] = first
 
-    def _refuse(self, n: fx.Node | str) -> UserError:
-        what = n if isinstance(n, str) else n.name
-        if isinstance(n, fx.Node) and n.op == "call_module":
-            what = f"{type(self.fetch_attr(str(n.target))).__name__} {n.target}"
+    def _refuse(self, n: fx.Node) -> UserError:
+        what = f"{type(self.fetch_attr(str(n.target))).__name__} {n.target}" if n.op == "call_module" else n.name
         return UserError(f"The channels of {self.model} cannot be followed through {what!r}: it mixes or moves them.")
 
     def found(self, state: dict[str, Tensor]) -> Channels:
@@ -327,15 +323,19 @@ class _Follower(fx.Interpreter):
         )
 
 
-_CHANNELWISE = {f"torch.nn.modules.{kind}" for kind in ("activation", "dropout", "pooling", "padding", "upsampling")}
+_MIXING = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.MultiheadAttention, nn.Bilinear)
+_CHANNELWISE = {
+    f"torch.nn.modules.{kind}"  # the rest of the modules defined here treat every channel alike and alone
+    for kind in ("activation", "dropout", "linear", "padding", "pooling", "upsampling")
+}
 _TIES = {"add", "add_", "iadd", "sub", "sub_", "isub", "mul", "mul_", "imul", "truediv", "div", "maximum", "minimum"}
 _RESHAPES = {"flatten", "view", "reshape", "squeeze"}
 _REDUCTIONS = {"mean", "sum", "amax", "amin"}
 _POINTWISE = {
     *("relu", "relu_", "relu6", "leaky_relu", "elu", "selu", "gelu", "silu", "mish", "sigmoid", "sigmoid_", "tanh"),
     *("hardtanh", "hardswish", "hardsigmoid", "softplus", "clamp", "abs", "sqrt", "pow", "neg", "exp"),
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"),
-    *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "boolean_dispatch"),
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "stochastic_depth"),
+    *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
     *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "interpolate"),
-    *("pad", "contiguous", "clone", "detach", "to", "float", "type_as"),
+    *("pad", "contiguous", "clone", "detach", "to", "float"),
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -18,11 +19,20 @@ from pfed.config import Local, RunOptions
 from pfed.data.base import ClientData, Samples
 from pfed.forward import Batch, Cache
 from pfed.pool import Pool
+from pfed.sgd import SGD
 from pfed.tasks import Task
 from pfed.tensors import Tensors
 from pfed.wire import State
 
+GATHER = 2**24  # elements
 Loss = Callable[[nn.Module, Batch], Tensor]
+
+
+class Optimizer(Protocol):
+    """What `fit` asks of an optimiser; torch's fit."""
+
+    def zero_grad(self) -> None: ...
+    def step(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,11 @@ class Client:
 
     def examples(self) -> Batch:
         """All training examples in order, not augmented."""
-        return Batch(*self.data.train.take(), torch.arange(self.n))
+        return Batch(*self._all, torch.arange(self.n))
+
+    @functools.cached_property
+    def _all(self) -> tuple[Tensor, Tensor]:
+        return self.data.train.take()
 
     def batches(
         self,
@@ -130,10 +144,9 @@ class Client:
         step = epoch = 0
         while (epochs is None or epoch < epochs) and (steps is None or step < steps):
             permutation = torch.from_numpy(order.permutation(self.n))
-            for index in permutation.split(size):
+            for index, x, y in self._cut(permutation, size):
                 if len(index) == 1 and drop_single:
                     continue
-                x, y = self.data.train.take(index)
                 yield Batch(x if self._augment is None else self._augment(x, noise), y, index, step, epoch)
                 self.samples += len(index)
                 step += 1
@@ -144,6 +157,16 @@ class Client:
                 return
             epoch += 1
 
+    def _cut(self, order: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The data in this order in pieces of this size; gathered at once where that takes little memory."""
+        pieces = [order[i : i + size] for i in range(0, self.n, size)]
+        if self.n * math.prod(self.data.train.shape) > GATHER:
+            return ((index, *self.data.train.take(index)) for index in pieces)
+        x, y = self._all[0][order], self._all[1][order]
+        return (
+            (index, x[i : i + size], y[i : i + size]) for i, index in zip(range(0, self.n, size), pieces, strict=True)
+        )
+
     def fit(
         self,
         model: nn.Module,
@@ -152,8 +175,8 @@ class Client:
         epochs: int | None = None,
         steps: int | None = None,
         only: Part = ALL,
-        opt: torch.optim.Optimizer | None = None,
-        extra: Iterable[dict[str, Any]] = (),
+        opt: Optimizer | None = None,
+        extra: Iterable[Optimizer] = (),
         grad: Callable[[Batch], None] | None = None,
         each_epoch: Callable[[nn.Module], None] | None = None,
         frozen: Literal["eval", "train"] = "eval",
@@ -162,7 +185,7 @@ class Client:
         """Local SGD on a part of a model.
 
         `loss(model, batch)` is the task's unless given. `opt` is an optimiser that the method keeps itself, `extra` are
-        more parameter groups, `grad(batch)` may change gradients before each step, `each_epoch(model)` runs after
+        more of them for further tensors, `grad(batch)` may change gradients before each step, `each_epoch(model)` runs after
         every epoch under the same optimiser. Modules whose tensors are all frozen are in eval mode unless
         `frozen="train"`.
         """
@@ -172,8 +195,8 @@ class Client:
         _set_modes(model, names, frozen)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in names)
-        live = anatomy.trainable(model, anatomy.of(names))
-        optimizer = opt or self._optimizer(stream, live, extra)
+        sgd = self.sgd(anatomy.trainable(model, anatomy.of(names)), stream)
+        optimizers = [opt or sgd, *extra]
         cache = self._cache(model, names)
         drop_single = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
         total, done, epoch = 0.0, 0, 0
@@ -183,45 +206,30 @@ class Client:
                     each_epoch(model)
                 epoch = batch.epoch
                 batch.cache = cache
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
                 value = loss(model, batch)
                 value.backward()  # type: ignore[no-untyped-call]
                 if grad is not None:
                     grad(batch)
-                optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.step()
                 total += value.item()
                 done += 1
         if done and each_epoch is not None:
             each_epoch(model)
         for parameter in model.parameters():
             parameter.requires_grad_(True)
-        if opt is None and self.keeps_optimizer:
-            self._keep_momentum(stream, live, optimizer)
+        if opt is None and self.keeps_optimizer and sgd.buffers:
+            self.state.setdefault("momentum", {})[stream] = sgd.buffers
         self.fitted = model
         return Fit(done, total / done if done else math.nan)
 
-    def _optimizer(self, stream: str, live: Mapping[str, Tensor], extra: Iterable[dict[str, Any]]) -> torch.optim.SGD:
+    def sgd(self, params: Mapping[str, Tensor], stream: str = "train") -> SGD:
+        """The run's local optimiser on these parameters, with the momentum of earlier rounds where that is kept."""
         local = self.local
-        groups = [{"params": list(live.values())}, *extra]
-        optimizer = torch.optim.SGD(
-            groups,
-            lr=self.lr,
-            momentum=local.momentum,
-            nesterov=local.nesterov,
-            weight_decay=local.weight_decay,
-            foreach=True,
-        )
-        kept = self.state.get("momentum", {}).get(stream, {}) if self.keeps_optimizer else {}
-        for name, buffer in kept.items():
-            if name in live:
-                optimizer.state[live[name]] = {"momentum_buffer": buffer.clone()}
-        return optimizer
-
-    def _keep_momentum(self, stream: str, live: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-        buffers = {name: optimizer.state.get(p, {}).get("momentum_buffer") for name, p in live.items()}
-        kept = Tensors({name: b.clone() for name, b in buffers.items() if b is not None})
-        if kept:
-            self.state.setdefault("momentum", {})[stream] = kept
+        kept = self.state.get("momentum", {}).get(stream) if self.keeps_optimizer else None
+        return SGD(params, self.lr, local.momentum, local.nesterov, local.weight_decay, kept)
 
     def _cache(self, model: nn.Module, names: frozenset[str]) -> Cache | None:
         """A cache of features where only the head trains and nothing below it depends on chance or the batch."""
@@ -229,7 +237,7 @@ class Client:
             return None
         if not names <= HEAD.names(model) or not self.pool.steady(model, self.data.train.take(slice(0, 2))[0]):
             return None
-        return Cache(lambda: self.data.train.take()[0], [model])
+        return Cache(lambda: self._all[0], [model])
 
 
 def _set_modes(model: nn.Module, names: frozenset[str], frozen: Literal["eval", "train"]) -> None:

@@ -56,7 +56,9 @@ class Exchange:
         self._model: Mapping[str, Tensor] = model
         self._limit = 8 * model.nbytes + 64 * MEBIBYTE
 
-    def train(self, step: str, round: int, ids: Iterable[int], payload: Mapping[str, Any]) -> Iterator[tuple[int, Reply]]:
+    def train(
+        self, step: str, round: int, ids: Iterable[int], payload: Mapping[str, Any]
+    ) -> Iterator[tuple[int, Reply]]:
         """Run a training step; yields accepted answers by ascending client id."""
         self.calls += 1
         chosen = self._present(round, ids)
@@ -84,7 +86,9 @@ class Exchange:
         if POOLED not in chosen and answered < min(self.options.min_clients, len(self.engine.ids)):
             raise RunError(self._too_few(round, answered))
 
-    def ask(self, step: str, round: int, ids: Iterable[int], payload: Mapping[str, Any]) -> Iterator[tuple[int, Payload]]:
+    def ask(
+        self, step: str, round: int, ids: Iterable[int], payload: Mapping[str, Any]
+    ) -> Iterator[tuple[int, Payload]]:
         """Run a reading step, as evaluation is; makes no version. A failure here stops the run."""
         chosen = sorted(ids)
         call = self._call(step, round, chosen, payload, None)
@@ -95,9 +99,7 @@ class Exchange:
             self._count(self.ledger.evaluation, client, answer.payload)
             yield client, answer.payload
 
-    def _call(
-        self, step: str, round: int, ids: list[int], payload: Mapping[str, Any], version: int | None
-    ) -> Call:
+    def _call(self, step: str, round: int, ids: list[int], payload: Mapping[str, Any], version: int | None) -> Call:
         common = {key: value for key, value in payload.items() if not isinstance(value, Each)}
         each = {key: value for key, value in payload.items() if isinstance(value, Each)}
         own = {client: {key: value.of(client) for key, value in each.items()} for client in ids}
@@ -112,7 +114,10 @@ class Exchange:
         if not self.options.dropout:
             return chosen
         for client in chosen:
-            if client != POOLED and streams.rng(self.options.seed, "unavailable", client, round).random() < self.options.dropout:
+            if (
+                client != POOLED
+                and streams.rng(self.options.seed, "unavailable", client, round).random() < self.options.dropout
+            ):
                 self.ledger.failures[client] = Failure("dropped", "did not answer (simulated)")
         return [client for client in chosen if client not in self.ledger.failures]
 

@@ -24,7 +24,7 @@ from pfed.config import Local, RunOptions
 from pfed.data.base import Dataset, Federation, Samples
 from pfed.engines import engine
 from pfed.errors import RunError, UserError
-from pfed.evaluate import Evaluation, Evaluator
+from pfed.evaluate import Evaluator
 from pfed.method import Method
 from pfed.pool import Pool, Spec
 from pfed.progress import Progress
@@ -32,7 +32,6 @@ from pfed.result import Result
 from pfed.runner import Runner
 from pfed.store import Checkpoint, Store
 from pfed.tasks import task
-from pfed.wire import State
 
 ModelLike = str | nn.Module | Callable[[], nn.Module]
 
@@ -78,7 +77,9 @@ class Experiment:
         name = values.pop("method", "fedavg")
         if not isinstance(name, str):
             raise UserError(f"method must be the name of a method. Got {name!r}.")
-        return cls(name, values.pop("data", "digits"), values.pop("model", "auto"), hyper=values.pop(name, {}), **values)
+        return cls(
+            name, values.pop("data", "digits"), values.pop("model", "auto"), hyper=values.pop(name, {}), **values
+        )
 
     def config(self) -> dict[str, Any]:
         """The inverse of `from_config`: every option explicit."""
@@ -135,7 +136,9 @@ class Experiment:
         models = self._pool(federation)
         runner = Runner(method, federation, models, opts, task(opts.task))
         names = {i: client.name for i, client in enumerate(federation.clients)} | {-1: "all clients"}
-        exchange = Exchange(engine(opts.engine, runner, opened.states), method, opts, models, runner.task, names, federation.public)
+        exchange = Exchange(
+            engine(opts.engine, runner, opened.states), method, opts, models, runner.task, names, federation.public
+        )
         evaluator = Evaluator(exchange, federation, opts, method)
         server = method.init(models.template(-1))
         done = opened.restore()
@@ -195,7 +198,9 @@ class Experiment:
         if len(makers) == 1:
             return Pool(templates)
         clients = range(len(federation.clients))
-        initial = {c: anatomy.tensors(self.method.build(Spec(makers[c % len(makers)], *args, own=str(c)))) for c in clients}
+        initial = {
+            c: anatomy.tensors(self.method.build(Spec(makers[c % len(makers)], *args, own=str(c)))) for c in clients
+        }
         return Pool(templates, {c: c % len(makers) for c in clients}, initial)
 
     def _describe(self, opened: Store) -> None:

@@ -31,7 +31,8 @@ class Cache:
             return None
         if id(model) not in self._features:
             with torch.no_grad():
-                parts = [anatomy.features(model, x) for x in self.examples().split(SLICE)]
+                x = self.examples()
+                parts = [anatomy.features(model, x[i : i + SLICE]) for i in range(0, len(x), SLICE)]
             self._features[id(model)] = torch.cat(parts)
         return self._features[id(model)][index]
 

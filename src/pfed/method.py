@@ -137,7 +137,7 @@ class Method:
     def finish(self, server: State, cohort: Cohort) -> None:
         """After the last round: fine-tuning, calibration."""
 
-    def predictor(self, client: Client, **download: Any) -> nn.Module | Mapping[str, nn.Module]:
+    def predictor(self, client: Client, *args: Any, **download: Any) -> nn.Module | Mapping[str, nn.Module]:
         """The personal model that is judged, or several by name (the first is the one that counts)."""
         raise NotImplementedError(f"{type(self).__name__} has no predictor")
 

@@ -49,7 +49,7 @@ def hints(cls: type) -> dict[str, Any]:
 
 def validate(instance: Any, name: str | None = None) -> None:
     """Check every field against its type and its rules; the error names field, rule and value."""
-    cls = type(instance)
+    cls: type = type(instance)
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
         where = f"{name or cls.__name__}.{field.name}"

@@ -75,7 +75,7 @@ def fields(name: str) -> dict[str, type]:
         own = {key: FineTuned for key in options.hints(FineTuned) if key.startswith("ft_")}
         return {**fields(name.removesuffix(SUFFIX)), **own}
     cls = find(name)
-    return {key: cls for key in getattr(cls, "__dataclass_fields__", {})}
+    return dict.fromkeys(getattr(cls, "__dataclass_fields__", {}), cls)
 
 
 def about(cls: type[Method]) -> dict[str, str]:
@@ -89,7 +89,8 @@ def _from_file(path: Path, cls: str) -> type[Method]:
     if not path.is_file():
         raise UserError(f"There is no file {str(path)!r} to take a method from.")
     spec = importlib.util.spec_from_file_location(f"pfed_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

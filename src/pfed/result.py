@@ -185,11 +185,26 @@ class Comparison:
     def table(self) -> str:
         """Accuracy in percent (mean over clients; ± over seeds), worst tenth, gain, bytes per client, time."""
         rows = self.rows()
-        extra = [(key, title) for key, title in (("new", "new test"), ("external", "external")) if any(r[key] for r in rows)]
-        header = ["method", "accuracy %", "worst decile", *(title for _, title in extra), "gain over Local", "per client", "time"]
+        extra = [
+            (key, title) for key, title in (("new", "new test"), ("external", "external")) if any(r[key] for r in rows)
+        ]
+        header = [
+            "method",
+            "accuracy %",
+            "worst decile",
+            *(title for _, title in extra),
+            "gain over Local",
+            "per client",
+            "time",
+        ]
         body = []
         for row in rows:
-            cells = [row["method"], _spread(row["mean"]), _spread(row["worst"]), *(_spread(row[key]) for key, _ in extra)]
+            cells = [
+                row["method"],
+                _spread(row["mean"]),
+                _spread(row["worst"]),
+                *(_spread(row[key]) for key, _ in extra),
+            ]
             gain = _spread(row["gain"], sign=True) if row["method"] != "local" else "–"
             body.append([*cells, gain, bytes_text(row["bytes"]), f"{row['seconds']:.1f} s"])
         return table(header, body)

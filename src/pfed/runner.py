@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+
 from pfed import streams, wire
 from pfed.client import Client
 from pfed.config import RunOptions

@@ -241,4 +241,11 @@ def describe(folder: Path) -> dict[str, Any]:
     if state == "running" and not locked(folder):
         state = "stopped"
     size = sum(path.stat().st_size for path in folder.iterdir())
-    return {"run": folder.name, **facts, "state": state, "round": max(rounds, default=0), "rounds": planned, "bytes": size}
+    return {
+        "run": folder.name,
+        **facts,
+        "state": state,
+        "round": max(rounds, default=0),
+        "rounds": planned,
+        "bytes": size,
+    }

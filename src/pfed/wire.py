@@ -95,7 +95,9 @@ def encode(tree: State) -> bytes:
             return {kind: [[key, skeleton(value)] for key, value in node.items()]}
         if isinstance(node, _SCALARS):
             return {"v": node}
-        raise TypeError(f"{type(node).__name__} can't be stored or sent; use tensors, numbers, texts and dicts of them.")
+        raise TypeError(
+            f"{type(node).__name__} can't be stored or sent; use tensors, numbers, texts and dicts of them."
+        )
 
     shape = json.dumps(skeleton(tree), separators=(",", ":"))
     return bytes(safetensors.torch.save(tensors, metadata={"tree": shape}))

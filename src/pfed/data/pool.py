@@ -13,7 +13,6 @@ from torch import Tensor
 from pfed.data.base import ClientData, Dataset, Federation, Samples
 from pfed.errors import UserError
 
-
 Classes = Sequence[object] | int | None  # names, how many, or whatever labels occur
 
 

@@ -19,7 +19,7 @@ Kind = Literal["mixed", "rotation", "inversion", "colour", "noise", "blur"]
 
 CYCLE = ("identity", "rotation", "inversion", "colour", "noise", "blur")
 MOST_NOISE = 0.3  # standard deviation, on a scale where white is 1
-MOST_BLUR = 1.5  # standard deviation in pixels
+LEAST_BLUR, MOST_BLUR = 0.5, 1.5  # standard deviation in pixels; less than half a pixel would not be seen
 
 
 def shift_images(x: Tensor, kind: Kind, client: int, clients: int, seed: int) -> Tensor:
@@ -101,7 +101,7 @@ def _add_noise(x: Tensor, strength: float, seed: int, client: int) -> Tensor:
 
 
 def _blur(x: Tensor, strength: float, seed: int, client: int) -> Tensor:
-    sigma = MOST_BLUR * strength
+    sigma = LEAST_BLUR + (MOST_BLUR - LEAST_BLUR) * strength
     radius = math.ceil(3 * sigma)
     kernel = torch.exp(-0.5 * (torch.arange(-radius, radius + 1, dtype=x.dtype) / sigma) ** 2)
     kernel = (kernel / kernel.sum()).expand(x.shape[1], 1, -1)  # (channels, 1, width of the kernel)

@@ -67,10 +67,10 @@ class Table:
             values = np.array(cells, np.float64)
         except ValueError:
             values = np.array([_number(cell) for cell in cells])
-        values = np.where(np.abs(values) <= np.finfo(np.float32).max, values, np.nan).astype(np.float32)
-        if not np.isfinite(values).all():
-            raise self.complaint(column, int(np.flatnonzero(~np.isfinite(values))[0]), "must be a finite number")
-        return values
+        bad = ~(np.abs(values) <= np.finfo(np.float32).max)
+        if bad.any():
+            raise self.complaint(column, int(bad.argmax()), "must be a finite number")
+        return values.astype(np.float32)
 
     def complaint(self, column: str, row: int, rule: str) -> UserError:
         cell = self._columns[self.header.index(column)][row]

@@ -63,7 +63,8 @@ class States(Protocol):
 class Engine(Protocol):
     """Anything that can run steps on clients."""
 
-    ids: Sequence[int]
+    @property
+    def ids(self) -> Sequence[int]: ...
 
     def map(self, call: Call) -> Iterator[tuple[int, Reply | Failure]]:
         """Run the call's step on each of its clients; answers come in any order."""

@@ -1,0 +1,182 @@
+"""Pictures of a federation: who holds how many samples of which class, for the terminal and as an image."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pfed.data.base import Federation
+from pfed.errors import UserError
+
+if TYPE_CHECKING:
+    import altair as alt
+
+Counts = Sequence[Sequence[int]]  # (clients, classes)
+
+SHADES = "░▒▓█"
+ROWS, COLUMNS, WIDE, NAME = 40, 50, 16, 20  # what fits a terminal: clients, columns, wide columns, letters of a name
+HUE = "#4c8bd6"  # dark enough on white, light enough on black
+
+
+def text(federation: Federation) -> str:
+    """Class counts per client for the terminal: a row per client, a column per class, the darker the more samples.
+
+    >>> import pfed
+    >>> two = pfed.federation({"Oslo": ([[0.0]] * 10, [0] * 10), "Rome": ([[1.0]] * 5, [1] * 5)})
+    >>> print(text(two).splitlines()[-1])
+    Rome    ·· ▒▒        4
+    """
+    counts = _counts(federation)
+    names = [printable(client.name, NAME) for client in federation.clients[:ROWS]]
+    merged = -(-len(federation.classes) // COLUMNS)  # classes in one column
+    cells = [[sum(row[i : i + merged]) for i in range(0, len(row), merged)] for row in counts[:ROWS]]
+    most = max((count for row in cells for count in row), default=0)
+    key, ruler, width = _columns(federation.classes, merged)
+    gap = " " * (width > 1)
+    left = max(map(len, [*names, "client"]))
+    lines = [*textwrap.wrap(headline(federation.source, counts), 100), _legend(most), *key, ""]
+    lines.append(f"{'client':<{left}}  {ruler}  samples")
+    for name, row in zip(names, cells, strict=True):
+        shades = gap.join(_shade(count, most) * width for count in row)
+        lines.append(f"{name:<{left}}  {shades}  {sum(row):>7,}")
+    more = len(counts) - len(cells)
+    return "\n".join([*lines, f"… and {more:,} more clients"] if more else lines)
+
+
+def save(federation: Federation, path: Path | str) -> Path:
+    """Write class counts per client as a heat map, a PNG or an SVG by the path's suffix."""
+    path = Path(path)
+    kind = path.suffix.lower()
+    if kind not in (".png", ".svg"):
+        raise UserError(f"The picture's file must end in .png or .svg. Got {path.name!r}.")
+    counts = _counts(federation)
+    chart = heat_map([client.name for client in federation.clients], federation.classes, counts)
+    title = textwrap.wrap(headline(federation.source, counts), 70)
+    chart = chart.properties(title=title).configure_title(anchor="start", fontSize=11, fontWeight="normal", offset=12)
+    try:
+        chart.configure_view(stroke=None).save(path, format="png" if kind == ".png" else "svg", scale_factor=2)
+    except OSError as error:
+        raise UserError(f"The picture can't be written to {str(path)!r}: {error.strerror or error}.") from error
+    return path
+
+
+def headline(source: str, counts: Counts) -> str:
+    """Samples, clients, classes and how uneven the clients are, in one line."""
+    label, size = skew(counts)
+    samples = f"{sum(map(sum, counts)):,} training samples"
+    shape = f"{len(counts):,} clients, {len(counts[0]) if counts else 0:,} classes"
+    return (
+        f"{source}: {samples}, {shape}; label skew {label:.2f} (0: all alike), size variation {size:.2f} (std / mean)"
+    )
+
+
+def skew(counts: Counts) -> tuple[float, float]:
+    """Label skew and size variation.
+
+    Label skew is the mean over clients of the total-variation distance, half of sum_c |p_k(c) - p(c)|, between the
+    client's class distribution p_k and that of all samples together. Size variation is the standard deviation of the
+    clients' sizes divided by their mean. Clients without samples have no class distribution.
+
+    >>> skew([[10, 0], [0, 10]])
+    (0.5, 0.0)
+    """
+    table = np.asarray(counts, dtype=np.float64)
+    sizes = table.sum(-1)
+    if not sizes.sum():
+        return 0.0, 0.0
+    held = table[sizes > 0]
+    distances = np.abs(held / held.sum(1, keepdims=True) - table.sum(0) / table.sum()).sum(1) / 2
+    return float(distances.mean()), float(sizes.std() / sizes.mean())
+
+
+def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts) -> alt.HConcatChart:
+    """Classes across, clients down, the samples of each cell as opacity of one hue; sizes as bars beside.
+
+    Opacity rather than a colour scale, since it reads on a white page and on a black one.
+    """
+    import altair as alt  # here, for `text` need not wait for it
+
+    rows, columns = _distinct(names), _distinct(classes)
+    down, across = min(14.0, max(1.0, 600 / len(rows))), min(14.0, max(1.0, 280 / len(columns)))  # pixels per cell
+    named: dict[str, Any] = {"ticks": False, "domain": False, "labelLimit": 110}
+    bare: dict[str, Any] = {"ticks": False, "domain": False, "labels": False}
+    y_axis = alt.Axis(title=None, **named) if down > 9 else alt.Axis(title=f"{len(rows):,} clients", **bare)
+    x_axis = alt.Axis(title="class", **named) if across > 9 else alt.Axis(title=f"{len(columns):,} classes", **bare)
+    y = alt.Y("client:N").sort(rows).scale(domain=rows).axis(y_axis)
+    x = alt.X("class:N").sort(columns).scale(domain=columns).axis(x_axis)
+    cells: list[dict[str, Any]] = [
+        {"client": row, "class": column, "samples": count}
+        for row, line in zip(rows, counts, strict=True)
+        for column, count in zip(columns, line, strict=True)
+        if count  # most cells of skewed data are empty, and an empty cell needs no mark
+    ]
+    legend = alt.Legend(
+        title="samples", symbolType="square", symbolFillColor=HUE, symbolStrokeWidth=0, tickCount=4, format="~s"
+    )
+    opacity = alt.Opacity("samples:Q").scale(domainMin=0, range=[0.1, 1]).legend(legend)
+    map_ = alt.Chart(alt.Data(values=cells)).mark_rect(color=HUE).encode(x=x, y=y, opacity=opacity)
+    sizes = [{"client": row, "samples": sum(line)} for row, line in zip(rows, counts, strict=True)]
+    total = alt.X("samples:Q").title("samples").axis(tickCount=2, format="~s", grid=False)
+    bars = alt.Chart(alt.Data(values=sizes)).mark_bar(color="#888888").encode(x=total, y=y.axis(None))
+    height = down * len(rows)
+    return alt.hconcat(
+        map_.properties(width=across * len(columns), height=height), bars.properties(width=50, height=height)
+    )
+
+
+def printable(name: str, most: int = 60) -> str:
+    """A name without control characters, cut to fit: they move a terminal's cursor, and a chart ends the process.
+
+    >>> printable("Oslo\\n\\x1b[2J")
+    'Oslo ?[2J'
+    """
+    name = "".join(" " if letter.isspace() else letter if letter.isprintable() else "?" for letter in name)
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def _counts(federation: Federation) -> list[list[int]]:
+    return [client.train.counts(len(federation.classes)).tolist() for client in federation.clients]
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Names that differ, for a chart draws what has the same name at the same place."""
+    seen: Counter[str] = Counter()
+    out = []
+    for name in map(printable, names):
+        seen[name] += 1
+        out.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return out
+
+
+def _shade(count: int, most: int) -> str:
+    """Four equal steps up to the largest count; whatever is not zero shows."""
+    return SHADES[-(-count * len(SHADES) // most) - 1] if count else "·"
+
+
+def _legend(most: int) -> str:
+    steps = [most * i // len(SHADES) for i in range(len(SHADES) + 1)]
+    parts = [
+        f"{shade} {low + 1:,}–{high:,}"
+        for shade, low, high in zip(SHADES, steps, steps[1:], strict=False)
+        if high > low
+    ]
+    return "samples:  · none  " + "  ".join(parts)
+
+
+def _columns(classes: Sequence[str], merged: int) -> tuple[list[str], str, int]:
+    """The key to the columns, what stands above them, and the letters of a cell."""
+    columns = -(-len(classes) // merged)
+    if columns > WIDE:
+        ruler = "".join(str(i * merged).ljust(10) for i in range(0, columns, 10))
+        plural = f"each column is {merged} classes, " if merged > 1 else ""
+        return [f"classes:  {plural}numbered 0 to {len(classes) - 1}"], f"{ruler:<{columns}}"[:columns], 1
+    if all(len(name) <= 2 for name in classes):
+        return [], " ".join(f"{printable(name):<2}" for name in classes), 2
+    names = ", ".join(f"{i} {printable(name, NAME)}" for i, name in enumerate(classes))
+    key = textwrap.wrap(f"classes:  {names}", 100, subsequent_indent=" " * 10)
+    return key, " ".join(f"{i:<2}" for i in range(columns)), 2
