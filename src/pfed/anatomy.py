@@ -92,7 +92,7 @@ class Part:
 
     def names(self, model: nn.Module) -> frozenset[str]:
         """Names in the model's state_dict."""
-        return _once(model, self, self.select)
+        return self.select.chosen if isinstance(self.select, _Named) else _once(model, self, self.select)
 
     def __or__(self, other: Part) -> Part:
         return Part(f"{self.label}|{other.label}", _Joined(operator.or_, self, other))
@@ -145,8 +145,11 @@ def of(names: Iterable[str], label: str = "named") -> Part:
 
 def names_under(model: nn.Module, module: str) -> frozenset[str]:
     """The state_dict names below one module."""
-    everything = _once(model, "state_dict", lambda m: tuple(m.state_dict(keep_vars=True)))
-    return frozenset(name for name in everything if not module or name.startswith(module + "."))
+    return frozenset(name for name in _state_names(model) if not module or name.startswith(module + "."))
+
+
+def _state_names(model: nn.Module) -> tuple[str, ...]:
+    return _once(model, "state_dict", lambda m: tuple(m.state_dict(keep_vars=True)))
 
 
 def head_name(model: nn.Module) -> str:
@@ -233,8 +236,11 @@ def tensors(model: nn.Module, part: Part = ALL) -> Tensors:
 
 def shareable(model: nn.Module, part: Part = ALL) -> frozenset[str]:
     """Names of a part that may travel: no integer counters, nothing fixed, nothing local."""
-    mark = marks(model)
-    stays = mark.fixed | mark.local
+    return _once(model, ("shareable", part), lambda m: _travel(m, part))
+
+
+def _travel(model: nn.Module, part: Part) -> frozenset[str]:
+    stays = marks(model).fixed | marks(model).local
     state = model.state_dict(keep_vars=True)
     return frozenset(n for n in part.names(model) if n not in stays and state[n].is_floating_point())
 
@@ -283,8 +289,7 @@ def head(model: nn.Module, z: Tensor) -> Tensor:
 
 def layers(model: nn.Module, joint_bn: bool = False) -> dict[str, Part]:
     """Every layer with tensors of its own, the head last; `joint_bn` puts a BatchNorm with the layer it follows."""
-    labels = _layer_labels(model) if joint_bn else {owner: owner or "model" for owner in _owners(model)}
-    return _groups(model, labels)
+    return dict(_once(model, ("layers", joint_bn), lambda m: _groups(m, _layer_labels(m, joint_bn))))
 
 
 def blocks(model: nn.Module) -> dict[str, Part]:
@@ -292,9 +297,12 @@ def blocks(model: nn.Module) -> dict[str, Part]:
 
     A model without such blocks falls into its layers, each with its BatchNorm, and `fc`.
     """
-    found = _block_labels(model)
-    labels = {owner: block for owner, (_, block) in found.items()} or _layer_labels(model)
-    return _groups(model, labels, head="fc")
+
+    def work(model: nn.Module) -> dict[str, Part]:
+        labels = {owner: block for owner, (_, block) in _block_labels(model).items()}
+        return _groups(model, labels or _layer_labels(model), head="fc")
+
+    return dict(_once(model, "blocks", work))
 
 
 def stages(model: nn.Module, stem: Literal["with_s1", "own"] = "with_s1") -> dict[str, Part]:
@@ -302,18 +310,21 @@ def stages(model: nn.Module, stem: Literal["with_s1", "own"] = "with_s1") -> dic
 
     A model without blocks falls into its top-level modules and `fc`.
     """
-    found = _block_labels(model)
-    labels = {owner: stage for owner, (stage, _) in found.items()}
-    if stem == "with_s1":
-        labels = {owner: "s1" if stage == "stem" else stage for owner, stage in labels.items()}
-    top = {owner: layer.partition(".")[0] for owner, layer in _layer_labels(model).items()}
-    return _groups(model, labels or top, head="fc")
+
+    def work(model: nn.Module) -> dict[str, Part]:
+        labels = {owner: stage for owner, (stage, _) in _block_labels(model).items()}
+        if stem == "with_s1":
+            labels = {owner: "s1" if stage == "stem" else stage for owner, stage in labels.items()}
+        top = {owner: layer.partition(".")[0] for owner, layer in _layer_labels(model).items()}
+        return _groups(model, labels or top, head="fc")
+
+    return dict(_once(model, ("stages", stem), work))
 
 
 def _owners(model: nn.Module) -> dict[str, list[str]]:
     """The modules that hold tensors themselves, with the names of these, in the order of the state_dict."""
     owners: dict[str, list[str]] = {}
-    for name in model.state_dict(keep_vars=True):
+    for name in _state_names(model):
         owners.setdefault(name.rpartition(".")[0], []).append(name)
     return owners
 
@@ -330,13 +341,14 @@ def _groups(model: nn.Module, labels: dict[str, str], head: str | None = None) -
     return {label: of(names, label) for label, names in groups.items()}
 
 
-def _layer_labels(model: nn.Module) -> dict[str, str]:
+def _layer_labels(model: nn.Module, joint_bn: bool = True) -> dict[str, str]:
     """Each module that holds tensors -> its own name, or for a BatchNorm that of the layer before it."""
     modules = dict(model.named_modules(remove_duplicate=False))
     labels: dict[str, str] = {}
     before = ""
     for owner in _owners(model):
-        labels[owner] = labels[before] if labels and _completes(modules[owner], modules[before]) else owner or "model"
+        joins = joint_bn and _completes(modules[owner], modules[before])
+        labels[owner] = labels[before] if joins else owner or "model"
         before = owner
     return labels
 

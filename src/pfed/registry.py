@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pfed import options
 from pfed.errors import UserError, unknown
@@ -78,11 +79,54 @@ def fields(name: str) -> dict[str, type]:
     return dict.fromkeys(getattr(cls, "__dataclass_fields__", {}), cls)
 
 
-def about(cls: type[Method]) -> dict[str, str]:
-    """Title and paper, which the first line of a method's docstring gives as `Title (paper).`"""
-    first = (inspect.getdoc(cls) or cls.__name__).splitlines()[0].rstrip(".")
-    title, _, paper = first.partition(" (")
-    return {"title": title, "paper": paper.rstrip(")")}
+def describe(name: str | None = None) -> list[dict[str, Any]]:
+    """Name, title, paper, options and needs of one method or of all."""
+    found = []
+    for method, cls in {name: _class(name)}.items() if name else methods().items():
+        # A method's docstring begins with `Title (paper).`
+        title, _, paper = _doc(cls).splitlines()[0].rstrip(".").partition(" (")
+        defaults = {f.name: f for f in dataclasses.fields(cls) if f.name != "base"}  # type: ignore[arg-type]
+        about = {
+            field: {"default": f.default, "type": _type_text(cls, field), "help": f.metadata.get("help", "")}
+            for field, f in defaults.items()
+        }
+        entry = {
+            "name": method,
+            "title": title,
+            "paper": paper.rstrip(")"),
+            "fields": about,
+            "needs": sorted(cls.needs),
+        }
+        found.append(entry)
+    return found
+
+
+def document(name: str) -> str:
+    """What a method is and which options it has, as text."""
+    entry = describe(name)[0]
+    lines = [_doc(_class(name)), "", "Options:"]
+    for field, about in entry["fields"].items():
+        lines.append(f"  {field} = {about['default']}  ({about['type']})  {about['help']}".rstrip())
+    return "\n".join(lines)
+
+
+def _class(name: str) -> type[Method]:
+    if name.endswith(SUFFIX):
+        from pfed.methods.finetuned import FineTuned
+
+        find(name.removesuffix(SUFFIX))
+        return FineTuned
+    return find(name)
+
+
+def _doc(cls: type) -> str:
+    return inspect.getdoc(cls) or cls.__name__
+
+
+def _type_text(cls: type, field: str) -> str:
+    hint = options.hints(cls)[field]
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    return " | ".join(map(str, choices)) if choices else getattr(hint, "__name__", str(hint))
 
 
 def _from_file(path: Path, cls: str) -> type[Method]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 Counts = Sequence[Sequence[int]]  # (clients, classes)
 
 SHADES = "░▒▓█"
-ROWS, COLUMNS, WIDE, NAME = 40, 50, 16, 20  # what fits a terminal: clients, columns, wide columns, letters of a name
+ROWS, COLUMNS, WIDE, NAME = 40, 64, 16, 20  # what fits a terminal: clients, columns, wide columns, letters of a name
 HUE = "#4c8bd6"  # dark enough on white, light enough on black
 
 
@@ -35,14 +36,15 @@ def text(federation: Federation) -> str:
     names = [printable(client.name, NAME) for client in federation.clients[:ROWS]]
     merged = -(-len(federation.classes) // COLUMNS)  # classes in one column
     cells = [[sum(row[i : i + merged]) for i in range(0, len(row), merged)] for row in counts[:ROWS]]
-    most = max((count for row in cells for count in row), default=0)
+    most = max(count for row in cells for count in row)
+    steps = _steps(most)
     key, ruler, width = _columns(federation.classes, merged)
     gap = " " * (width > 1)
     left = max(map(len, [*names, "client"]))
     lines = [*textwrap.wrap(headline(federation.source, counts), 100), _legend(most), *key, ""]
     lines.append(f"{'client':<{left}}  {ruler}  samples")
     for name, row in zip(names, cells, strict=True):
-        shades = gap.join(_shade(count, most) * width for count in row)
+        shades = gap.join((SHADES[bisect_left(steps, count)] if count else "·") * width for count in row)
         lines.append(f"{name:<{left}}  {shades}  {sum(row):>7,}")
     more = len(counts) - len(cells)
     return "\n".join([*lines, f"… and {more:,} more clients"] if more else lines)
@@ -118,7 +120,7 @@ def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts) -> al
     legend = alt.Legend(
         title="samples", symbolType="square", symbolFillColor=HUE, symbolStrokeWidth=0, tickCount=4, format="~s"
     )
-    opacity = alt.Opacity("samples:Q").scale(domainMin=0, range=[0.1, 1]).legend(legend)
+    opacity = alt.Opacity("samples:Q").scale(type="sqrt", domainMin=0, range=[0, 1]).legend(legend)
     map_ = alt.Chart(alt.Data(values=cells)).mark_rect(color=HUE).encode(x=x, y=y, opacity=opacity)
     sizes = [{"client": row, "samples": sum(line)} for row, line in zip(rows, counts, strict=True)]
     total = alt.X("samples:Q").title("samples").axis(tickCount=2, format="~s", grid=False)
@@ -153,26 +155,28 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return out
 
 
-def _shade(count: int, most: int) -> str:
-    """Four equal steps up to the largest count; whatever is not zero shows."""
-    return SHADES[-(-count * len(SHADES) // most) - 1] if count else "·"
+def _steps(most: int) -> list[int]:
+    """The largest count of each shade, in equal steps of the square root: beside one large client, small ones show.
+
+    >>> _steps(160)
+    [10, 40, 90, 160]
+    """
+    return [most * step**2 // len(SHADES) ** 2 for step in range(1, len(SHADES) + 1)]
 
 
 def _legend(most: int) -> str:
-    steps = [most * i // len(SHADES) for i in range(len(SHADES) + 1)]
-    parts = [
-        f"{shade} {low + 1:,}–{high:,}"
-        for shade, low, high in zip(SHADES, steps, steps[1:], strict=False)
-        if high > low
-    ]
-    return "samples:  · none  " + "  ".join(parts)
+    steps = _steps(most)
+    ranges = zip(SHADES, [0, *steps], steps, strict=False)
+    return "  ".join(
+        ["samples:  · none", *(f"{shade} {low + 1:,}–{high:,}" for shade, low, high in ranges if high > low)]
+    )
 
 
 def _columns(classes: Sequence[str], merged: int) -> tuple[list[str], str, int]:
     """The key to the columns, what stands above them, and the letters of a cell."""
     columns = -(-len(classes) // merged)
     if columns > WIDE:
-        ruler = "".join(str(i * merged).ljust(10) for i in range(0, columns, 10))
+        ruler = "".join(str(i * merged).ljust(10) for i in range(0, columns - 2, 10))
         plural = f"each column is {merged} classes, " if merged > 1 else ""
         return [f"classes:  {plural}numbered 0 to {len(classes) - 1}"], f"{ruler:<{columns}}"[:columns], 1
     if all(len(name) <= 2 for name in classes):

@@ -1,0 +1,333 @@
+"""The command line: parse, call, print. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pfed import config, options
+from pfed.errors import RunError, UserError, unknown
+
+RUNS = "runs"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one sentence and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[:1].upper()}{message[1:]}. See '{self.prog} --help'.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 is fine, 1 a failure, 2 a user's mistake, 130 a stop by Ctrl-C."""
+    try:
+        arguments = _parse(list(sys.argv[1:] if argv is None else argv))
+        run: Callable[[argparse.Namespace], int | None] = arguments.run
+        return run(arguments) or 0
+    except UserError as error:
+        print(f"pfed: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"pfed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("pfed: stopped; 'pfed runs' lists what can be resumed.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if not hasattr(arguments, "run"):
+        parser.print_help()
+        raise SystemExit(0)
+    for word in rest:
+        if word.startswith("-"):
+            raise unknown("option", word.partition("=")[0], _flags(parser, argv[0]))
+        raise UserError(f"There is nothing to do with {word!r}. See 'pfed {argv[0]} --help'.")
+    return arguments
+
+
+def _flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    """The long options of a command, for suggestions."""
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return [flag for action in commands.choices[command]._actions for flag in action.option_strings if flag[:2] == "--"]
+
+
+def _parser() -> Parser:
+    import pfed
+
+    parser = Parser(prog="pfed", description="Personalized federated learning.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"pfed {pfed.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+
+    def command(name: str, help: str, run: Callable[[argparse.Namespace], int | None]) -> Parser:
+        made: Parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        made.set_defaults(run=run)
+        return made
+
+    one = command("run", "run a method, or what a TOML file says", _run)
+    one.add_argument("what", metavar="METHOD|FILE.toml", help="a method by name, FILE.py[:CLASS], or a TOML file")
+    _add_run_options(one)
+    several = command("compare", "run several methods on the same clients and seeds", _compare)
+    several.add_argument("methods", nargs="+", metavar="METHOD")
+    several.add_argument("--seeds", metavar="N|A,B,…", default="1", help="how many seeds, or which")
+    several.add_argument("--report", metavar="FILE", help="also write a report")
+    _add_run_options(several)
+    again = command("resume", "go on with a stopped run", _resume)
+    again.add_argument("name", metavar="RUN")
+    _add_common(again)
+    listed = command("runs", "list runs; 'runs rm RUN…' deletes some", _runs)
+    listed.add_argument("action", nargs="?", choices=["rm"], help="delete runs")
+    listed.add_argument("names", nargs="*", metavar="RUN")
+    _add_common(listed)
+    known = command("methods", "list the methods, or describe one", _methods)
+    known.add_argument("name", nargs="?", metavar="NAME")
+    _add_common(known)
+    data = command("data", "list, get, check or show data sets", _data)
+    data.add_argument("action", choices=["list", "get", "check", "show"])
+    data.add_argument("name", nargs="?", metavar="NAME", help="a data set, or your own folder or CSV file")
+    data.add_argument("--force", action="store_true", help="get: fetch again")
+    data.add_argument("--out", metavar="FILE", help="show: also write a picture (.png or .svg)")
+    _add_fields(data, config.SplitOptions)
+    data.add_argument("--seed", default=None)
+    _add_common(data)
+    page = command("report", "write an HTML page about runs", _report)
+    page.add_argument("names", nargs="+", metavar="RUN")
+    page.add_argument("--out", metavar="FILE", default="report.html")
+    _add_common(page)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", metavar="FOLDER", default=None, help=f"where runs are kept (PFED_RUNS, or ./{RUNS})")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    _add_fields(parser, config.RunOptions)
+    _add_fields(parser, config.Local, "local.")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="any option: of the run, local.*, or METHOD.*"
+    )
+    _add_common(parser)
+
+
+def _add_fields(parser: argparse.ArgumentParser, cls: type, prefix: str = "") -> None:
+    """A flag for each option of a dataclass; values are parsed later, where the error can name the option."""
+    group = parser.add_argument_group(f"{cls.__doc__}")
+    for field in fields(cls):
+        if field.name == "local":
+            continue
+        names = dict.fromkeys(f"--{prefix}{name}" for name in (field.name.replace("_", "-"), field.name))
+        default = "" if field.default is None else f" [{field.default}]"
+        text = f"{field.metadata.get('help', '')}{default}".replace("%", "%%")
+        group.add_argument(*names, dest=f"{prefix}{field.name}", metavar="V", default=None, help=text)
+
+
+def _settings(arguments: argparse.Namespace, methods: Sequence[str], base: dict[str, Any]) -> dict[str, Any]:
+    """The nested configuration that flags and --set make of a base."""
+    values: dict[str, Any] = {**base, "local": dict(base.get("local", {}))}
+    for key, text in vars(arguments).items():
+        if text is None or not isinstance(text, str):
+            continue
+        if key.startswith("local."):
+            values["local"][key[6:]] = options.parse(config.Local, key[6:], text, "local")
+        elif key in options.hints(config.RunOptions):
+            values[key] = options.parse(config.RunOptions, key, text, "run")
+    for pair in getattr(arguments, "set", []):
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise UserError(f"--set takes KEY=VALUE. Got {pair!r}.")
+        _set(values, methods, key.strip(), text)
+    return values
+
+
+def _set(values: dict[str, Any], methods: Sequence[str], key: str, text: str) -> None:
+    from pfed import registry
+
+    owner, dot, name = key.rpartition(".")
+    if owner == "local":
+        values["local"][name] = options.parse(config.Local, name, text, "local")
+        return
+    if not dot and key in options.hints(config.RunOptions):
+        values[key] = options.parse(config.RunOptions, key, text, "run")
+        return
+    if dot and owner not in methods:
+        raise unknown("method in this command", owner, methods)
+    chosen = [owner] if dot else list(methods)[:1] if len(methods) == 1 else []
+    if not chosen:
+        near = [*options.hints(config.RunOptions), *(f"{m}.{f}" for m in methods for f in registry.fields(m))]
+        raise unknown("option", key, near)
+    defined = registry.fields(chosen[0])
+    if name not in defined:
+        run = [] if dot else list(options.hints(config.RunOptions))
+        raise unknown(f"option of {chosen[0]}", name, [*defined, *run])
+    values.setdefault(chosen[0], {})
+    values[chosen[0]] = {**values[chosen[0]], name: options.parse(defined[name], name, text)}
+
+
+def _runs_folder(arguments: argparse.Namespace) -> Path:
+    return Path(arguments.runs or os.environ.get("PFED_RUNS") or RUNS)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"The file {str(path)!r} can't be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"The file {str(path)!r} is not TOML: {error}.") from error
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    base = _read_toml(Path(arguments.what)) if arguments.what.endswith(".toml") else {"method": arguments.what}
+    method = base.get("method", "fedavg")
+
+    from pfed.experiment import Experiment
+
+    experiment = Experiment.from_config(_settings(arguments, [method], base))
+    result = experiment.run(_runs_folder(arguments))
+    _finish(result, arguments)
+
+
+def _finish(result: Any, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        _print_json(result.json())
+    else:
+        print(f"{result.table()}\n\nrun {result.run} in {_runs_folder(arguments)}")
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    values = _settings(arguments, arguments.methods, {})
+    seeds = _seeds(arguments.seeds, values.pop("seed", 0))
+    hyper = {method: values.pop(method) for method in arguments.methods if method in values}
+
+    from pfed.compare import compare
+
+    comparison = compare(arguments.methods, seeds=seeds, hyper=hyper, runs=_runs_folder(arguments), **values)
+    if arguments.report:
+        from pfed.report import write
+
+        write(comparison.results, Path(arguments.report))
+    if arguments.json:
+        _print_json(comparison.json())
+    else:
+        print(comparison.table())
+
+
+def _seeds(text: str, first: int) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() for part in parts) or parts == ["0"]:
+        raise UserError(f"--seeds must be how many, or a list as in 0,1,2. Got {text!r}.")
+    return [int(part) for part in parts] if len(parts) > 1 else [first + i for i in range(int(text))]
+
+
+def _resume(arguments: argparse.Namespace) -> None:
+    from pfed import store
+    from pfed.experiment import Experiment
+    from pfed.result import Result
+
+    folder = store.find(_runs_folder(arguments), arguments.name)
+    saved = Result.load(folder).config
+    if "own" in (saved.get("data", "own").split()[0], saved.get("model", "own").split()[0]):
+        raise UserError(
+            f"Run {folder.name!r} has data or a model from Python; go on with Experiment(…).resume(folder)."
+        )
+    _finish(Experiment.from_config(saved).resume(folder), arguments)
+
+
+def _runs(arguments: argparse.Namespace) -> None:
+    from pfed import store
+    from pfed.tables import bytes_text, table
+
+    runs = _runs_folder(arguments)
+    if arguments.action == "rm":
+        if not arguments.names:
+            raise UserError("'pfed runs rm' takes the names of runs.")
+        for folder in [store.find(runs, name) for name in arguments.names]:
+            store.remove(folder)
+        return
+    rows = store.listing(runs)
+    if arguments.json:
+        _print_json(rows)
+        return
+    cells = [[r["run"], r["state"], f"{r['round']}/{r['rounds']}", bytes_text(r["bytes"])] for r in rows]
+    print(table(["run", "state", "round", "size"], cells, left=2) if rows else f"No runs in {runs}.")
+
+
+def _methods(arguments: argparse.Namespace) -> None:
+    from pfed import registry
+    from pfed.tables import table
+
+    found = registry.describe(arguments.name)
+    if arguments.json:
+        _print_json(found)
+    elif arguments.name:
+        print(registry.document(arguments.name))
+    else:
+        print(table(["method", "what", "paper"], [[m["name"], m["title"], m["paper"]] for m in found], left=3))
+        print("\nNAME+ft is any of them followed by fine-tuning; 'pfed methods NAME' tells its options.")
+
+
+def _data(arguments: argparse.Namespace) -> int | None:
+    from pfed.data import sources
+    from pfed.tables import bytes_text, table
+
+    if arguments.action == "list":
+        rows = [
+            [s.name, s.title, str(s.samples), str(len(s.classes)), bytes_text(s.size), "yes" if s.cached else "no"]
+            for s in sources.sources()
+        ]
+        print(table(["name", "what", "samples", "classes", "download", "here"], rows, left=2))
+        return None
+    if arguments.name is None:
+        raise UserError(f"'pfed data {arguments.action}' takes the name of a data set.")
+    if arguments.action == "get":
+        print(sources.get(arguments.name, force=arguments.force))
+    elif arguments.action == "check":
+        problems = sources.check(arguments.name)
+        print("\n".join(problems) if problems else f"{arguments.name} is fine.")
+        return 1 if problems else 0
+    else:
+        _show(arguments)
+    return None
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    from pfed.data import show
+    from pfed.experiment import Experiment
+
+    values = _settings(arguments, [], {})
+    federation = Experiment("local", arguments.name, **values).federation()
+    print(show.text(federation))
+    if arguments.out:
+        show.save(federation, Path(arguments.out))
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from pfed import report, store
+    from pfed.result import Result
+
+    runs = _runs_folder(arguments)
+    results = [Result.load(store.find(runs, name)) for name in arguments.names]
+    print(report.write(results, Path(arguments.out)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
