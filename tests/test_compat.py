@@ -71,7 +71,7 @@ assert "torchvision" not in sys.modules
 with contextlib.suppress(RuntimeError):
     import torchvision
 compat.ensure()
-import timm, torchvision
+import torchvision
 assert torchvision.ops.nms is not None
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)

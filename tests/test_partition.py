@@ -27,7 +27,7 @@ def assert_deals_all(rows: list[np.ndarray], n: int) -> None:
 class TestClasses:
     def test_one_class_each_by_hand(self):
         """2 clients x 1 class, 2 classes: q = 1 * 2 / 2 = 1 shard, so each client has all samples of one class."""
-        train, test = np.array([0, 1, 0, 1, 1]), np.array([1, 0] * 100)
+        train, test = np.array([3, 7, 3, 7, 7]), np.array([7, 3] * 100)  # labels may have gaps
         parts = partition.classes(train, test, clients=2, per_client=1, seed=0)
         assert {tuple(rows) for rows in parts.train} == {(0, 2), (1, 3, 4)}
         for rows, tested in zip(parts.train, parts.test, strict=True):
@@ -84,6 +84,7 @@ class TestClasses:
         ("clients", "per_client", "sentence"),
         [
             (15, 3, "multiple of the number of classes (10). Got 3 * 15; classes_per_client 2 or clients 10 would"),
+            (25, 7, "Got 7 * 25; classes_per_client 6 or clients 20 would work"),
             (16, 3, "Got 3 * 16; classes_per_client 5 or clients 20 would work"),
             (7, 3, "Got 3 * 7; classes_per_client 10 or clients 10 would work"),
             (20, 11, "classes_per_client must be <= 10, the number of classes. Got 11."),

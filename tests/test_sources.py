@@ -8,6 +8,8 @@ import hashlib
 import os
 import pickle
 import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,20 @@ def test_load_fetches_once_by_the_first_route_that_works(routes: list[Route], ca
     assert sources.load("toy").classes == ("a", "b", "c")
     assert sources.get("toy") == cache
     assert [route.calls for route in routes] == [1, 1]
+
+
+def test_two_runs_at_once_fetch_once(routes: list[Route], monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = routes[1].collect
+
+    def slowly(staging: Path, scratch: Path) -> list[Path]:
+        time.sleep(0.1)
+        return collect(staging, scratch)
+
+    monkeypatch.setattr(routes[1], "collect", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(sources.load, ["toy", "toy"]))
+    assert [len(toy.y) for toy in found] == [6, 6]
+    assert routes[1].calls == 1
 
 
 def test_get_with_force_fetches_anew(routes: list[Route]) -> None:

@@ -127,7 +127,7 @@ class TestFolders:
         (tmp_path / "c" / "a" / "notes.txt").write_text("not an image")
         (tmp_path / "c" / "a" / ".DS_Store").write_text("hidden")
         (tmp_path / "c" / ".hidden").mkdir()
-        note = "1 files are not images in a class folder and were left out, such as "
+        note = "Files left out, for they are no images in a class folder: 1, such as "
         assert opened_federation(tmp_path).notes[0].startswith(note)
         with caplog.at_level(logging.WARNING):
             opened_dataset(tmp_path / "c")
@@ -308,6 +308,7 @@ class TestArrays:
                 "tensors": (tensors, tests),
                 "lists": [[x, y.tolist()], [x2, y2.tolist()]],
                 "sets": (TensorDataset(*tensors), TensorDataset(*tests)),
+                "mixed": (TensorDataset(*tensors), (x2, y2)),
             }
         )
         check_whole(data)
@@ -319,7 +320,8 @@ class TestArrays:
 
     def test_undivided_forms_are_divided_alike(self) -> None:
         x, y = arrays(20)
-        for entry in ((x, y), TensorDataset(torch.tensor(x), torch.tensor(y)), Items(list(zip(x, y, strict=True)))):
+        tensors = TensorDataset(torch.tensor(x), torch.tensor(y))
+        for entry in ((x, y), tensors, (tensors, None), Items(list(zip(x, y, strict=True)))):
             data = federation([entry])
             assert data.clients[0].name == "client-0"
             np.testing.assert_array_equal(data.test.x.numpy(), x.astype(np.float32))
@@ -404,6 +406,7 @@ class TestArrays:
             ([arrays(), arrays(0)], {}, "'client-1' must hold at least one sample"),
             ([Items([])], {}, "'client-0' must hold at least one sample"),
             ([arrays()[0]], {}, r"must be \(x, y\), .* Got an object of ndarray"),
+            ([(Items([]), 3)], {}, r"must be \(x, y\), .* Got an object of tuple"),
             ([(np.zeros(3), [0, 1, 0])], {}, r"of shape \(n, ...\). Got .*shape \(3,\)"),
             ([([["a"], ["b"]], [0, 1])], {}, "must be numbers"),
             ([(np.full((2, 1), np.nan), [0, 1])], {}, "must be finite"),

@@ -185,8 +185,8 @@ class Client:
         """Local SGD on a part of a model.
 
         `loss(model, batch)` is the task's unless given. `opt` is an optimiser that the method keeps itself, `extra` are
-        more of them for further tensors, `grad(batch)` may change gradients before each step, `each_epoch(model)` runs after
-        every epoch under the same optimiser. Modules whose tensors are all frozen are in eval mode unless
+        more of them for further tensors, `grad(batch)` may change gradients before each step, `each_epoch(model)` runs
+        after every epoch under the same optimiser. Modules whose tensors are all frozen are in eval mode unless
         `frozen="train"`.
         """
         loss = loss or self.loss

@@ -1,7 +1,7 @@
 """Every judgement of a run, named by which model was judged on which data.
 
-`personal/local-test` is a client's own model on its own test data; `ensemble/new-test` all models together on the whole
-test set, as for a sample whose owner is unknown; `ensemble/external` and `personal/external` the same on an unseen domain.
+`personal/local-test` is a client's own model on its own test data; `ensemble/new-test` all models together on the
+whole test set, as for a sample whose owner is unknown; `ensemble/external` the same on a domain that no client has.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-import math
 import os
 import platform
 import sqlite3
@@ -17,21 +17,17 @@ import torch
 from torch import nn
 
 import pfed
-from pfed import anatomy, options, pool, registry, store, streams, wire
+from pfed import anatomy, options, pool, registry, store
 from pfed.client import step_fractions
-from pfed.cohort import Cohort, Exchange, Ledger
 from pfed.config import Local, RunOptions
 from pfed.data.base import Dataset, Federation, Samples
-from pfed.engines import engine
 from pfed.errors import RunError, UserError
-from pfed.evaluate import Evaluator
 from pfed.method import Method
 from pfed.pool import Pool, Spec
 from pfed.progress import Progress
 from pfed.result import Result
-from pfed.runner import Runner
-from pfed.store import Checkpoint, Store
-from pfed.tasks import task
+from pfed.session import Session
+from pfed.store import Store
 
 ModelLike = str | nn.Module | Callable[[], nn.Module]
 
@@ -68,6 +64,7 @@ class Experiment:
         run_options["model"] = model if isinstance(model, str) else "own model"
         self.options: RunOptions = options.make(RunOptions, run_options, "the run")
         self._federation: Federation | None = None
+        self._session: Session | None = None
         _check(self.method, self.options)
 
     @classmethod
@@ -96,99 +93,53 @@ class Experiment:
     def run(self, runs: str | Path | None = None) -> Result:
         """Run from the start. With a runs folder (or PFED_RUNS) the run is kept and can be resumed."""
         self.federation()  # a mistake in the data shows before a folder is made
+        models = self._pool()
         folder = runs or os.environ.get("PFED_RUNS")
-        data = Path(self.options.data).stem.replace(" ", "-")
-        stem = f"{self.method.label}-{data}-s{self.options.seed}"
-        opened = store.create(Path(folder), stem) if folder else Store(None)
-        with contextlib.closing(opened):
-            return self._run(opened)
+        stem = f"{self.method.label}-{Path(self.options.data).stem.replace(' ', '-')}-s{self.options.seed}"
+        with contextlib.closing(store.create(Path(folder), stem) if folder else Store(None)) as opened:
+            return self._run(opened, models)
 
-    def resume(self, folder: Path) -> Result:
+    def resume(self, folder: str | Path) -> Result:
         """Go on from the last good checkpoint of a run of this experiment."""
-        with contextlib.closing(Store(folder)) as opened:
-            return self._run(opened)
+        with contextlib.closing(Store(Path(folder))) as opened:
+            return self._run(opened, self._pool())
 
-    def _run(self, opened: Store) -> Result:
-        with _one_thread(), Progress(self.method.label, self.options.rounds) as progress:
-            record = opened.record
+    def model(self, client: int) -> nn.Module:
+        """The personal model of a client, as the run left it."""
+        if self._session is None:
+            raise UserError("There are no personal models yet: run or resume the experiment first.")
+        if client not in self._session.clients:
+            raise UserError(f"client must be one of 0 to {len(self._session.clients) - 1}. Got {client}.")
+        return self._session.personal(client)
+
+    def _run(self, opened: Store, models: Pool) -> Result:
+        record = opened.record
+        if not record.get("created"):
+            self._describe(opened)
+        with _one_thread():
+            self._session = session = Session(self.method, self.options, self.federation(), models, opened)
             if record.get("state") == "complete":
                 return Result(record, opened.run)
-            if not record.get("created"):
-                self._describe(opened)
             record.set(state="running")
             try:
-                self._loop(opened, progress)
+                with Progress(self.method.label, self.options.rounds) as progress:
+                    session.run(progress)
             except KeyboardInterrupt:
                 record.set(state="stopped")
                 raise
-            except BaseException as error:
-                with contextlib.suppress(sqlite3.Error):
-                    record.set(state="failed")
-                    record.event(0, "failed", str(error).splitlines()[0] if str(error) else type(error).__name__)
-                if isinstance(error, sqlite3.Error):
-                    raise RunError(f"The record of run {opened.run!r} can't be written: {error}.") from error
+            except sqlite3.Error as error:
+                raise RunError(f"The record of run {opened.run!r} can't be written: {error}.") from error
+            except Exception as error:
+                text = str(error).partition("\n")[0] or type(error).__name__
+                record.event(session.done.round + 1, "failed", text)
+                record.set(state="failed")
                 raise
             record.set(state="complete")
             return Result(record, opened.run)
 
-    def _loop(self, opened: Store, progress: Progress) -> None:
-        method, opts, federation = self.method, self.options, self.federation()
-        models = self._pool(federation)
-        runner = Runner(method, federation, models, opts, task(opts.task))
-        names = {i: client.name for i, client in enumerate(federation.clients)} | {-1: "all clients"}
-        exchange = Exchange(
-            engine(opts.engine, runner, opened.states), method, opts, models, runner.task, names, federation.public
-        )
-        evaluator = Evaluator(exchange, federation, opts, method)
-        server = method.init(models.template(-1))
-        done = opened.restore()
-        if done is not None:
-            server, exchange.versions, exchange.calls = done.server, dict(done.versions), done.calls
-        saved = done.round if done else -1
-        opened.record.forget_after(saved)
-        done = done or Checkpoint(-1, 0, server, {})
-        everyone = range(len(federation.clients))
-        finishes = type(method).finish is not Method.finish
-        last = opts.rounds + finishes
-        try:
-            for t in range(done.round + 1, last + 1):
-                started, exchange.ledger = time.perf_counter(), Ledger()
-                if t == 0:
-                    method.start(server, Cohort(exchange, everyone, t))
-                elif t <= opts.rounds:
-                    method.round(server, Cohort(exchange, self._chosen(t, len(everyone)), t))
-                else:
-                    method.finish(server, Cohort(exchange, everyone, t))
-                seconds = time.perf_counter() - started
-                evaluation = evaluator(server, t, final=t == last) if self._due(t, last) else None
-                opened.record.add_round(t, seconds, exchange.ledger, evaluation)
-                done = Checkpoint(t, exchange.calls, wire.copy_tree(server), dict(exchange.versions))
-                opened.states.retain(done.versions)
-                progress.round(t, seconds, exchange.ledger, evaluation)
-                if t == last or (opts.checkpoint_every and t % opts.checkpoint_every == 0 and t > 0):
-                    opened.save(done)
-                    saved = t
-        except KeyboardInterrupt:
-            if done.round > saved:
-                opened.save(done)
-            raise
-        finally:
-            exchange.engine.close()
-
-    def _due(self, t: int, last: int) -> bool:
-        every = self.options.eval_every
-        return t == last or (t > 0 and every > 0 and t % every == 0)
-
-    def _chosen(self, t: int, clients: int) -> list[int]:
-        """The clients of a round: a share of all, at least one, drawn without replacement."""
-        if self.method.participation == "all":
-            return list(range(clients))
-        size = max(1, math.floor(self.options.fraction * clients + 1e-9))
-        draw = streams.rng(self.options.seed, "client_sampling", t).permutation(clients)
-        return sorted(int(client) for client in draw[:size])
-
-    def _pool(self, federation: Federation) -> Pool:
+    def _pool(self) -> Pool:
         """The models: one template for each architecture, initial values of their own where there are several."""
+        federation = self.federation()
         makers = _makers(self._model, self.options.head, federation)
         args = (len(federation.classes), federation.shape, self.options.seed)
         templates = [self.method.build(Spec(make, *args)) for make in makers]
@@ -301,8 +252,6 @@ def _makers(
                 name = models.default(federation.shape) if item == "auto" else item
                 made = models.build(name, classes=len(federation.classes), shape=federation.shape)
             else:
-                import copy
-
                 made = copy.deepcopy(item) if isinstance(item, nn.Module) else item()
             return anatomy.set_head(made, head) if head else made
 

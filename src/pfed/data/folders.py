@@ -104,7 +104,7 @@ def _left_out(root: Path, used: set[Path]) -> tuple[str, ...]:
     visible = [path for path in files if not any(part.startswith(".") for part in path.relative_to(root).parts)]
     if not visible:
         return ()
-    return (f"{len(visible)} files are not images in a class folder and were left out, such as {visible[0]}.",)
+    return (f"Files left out, for they are no images in a class folder: {len(visible)}, such as {visible[0]}.",)
 
 
 def read_images(paths: Sequence[Path], image_size: int | None = None) -> Tensor:

@@ -103,12 +103,17 @@ def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts) -> al
     """
     import altair as alt  # here, for `text` need not wait for it
 
-    rows, columns = _distinct(names), _distinct(classes)
+    rows, columns = distinct(names), distinct(classes)
     down, across = min(14.0, max(1.0, 600 / len(rows))), min(14.0, max(1.0, 280 / len(columns)))  # pixels per cell
     named: dict[str, Any] = {"ticks": False, "domain": False, "labelLimit": 110}
     bare: dict[str, Any] = {"ticks": False, "domain": False, "labels": False}
     y_axis = alt.Axis(title=None, **named) if down > 9 else alt.Axis(title=f"{len(rows):,} clients", **bare)
-    x_axis = alt.Axis(title="class", **named) if across > 9 else alt.Axis(title=f"{len(columns):,} classes", **bare)
+    level = 0 if max(map(len, columns)) <= 2 else -90
+    x_axis = (
+        alt.Axis(title="class", labelAngle=level, **named)
+        if across > 9
+        else alt.Axis(title=f"{len(columns):,} classes", **bare)
+    )
     y = alt.Y("client:N").sort(rows).scale(domain=rows).axis(y_axis)
     x = alt.X("class:N").sort(columns).scale(domain=columns).axis(x_axis)
     cells: list[dict[str, Any]] = [
@@ -121,10 +126,10 @@ def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts) -> al
         title="samples", symbolType="square", symbolFillColor=HUE, symbolStrokeWidth=0, tickCount=4, format="~s"
     )
     opacity = alt.Opacity("samples:Q").scale(type="sqrt", domainMin=0, range=[0, 1]).legend(legend)
-    map_ = alt.Chart(alt.Data(values=cells)).mark_rect(color=HUE).encode(x=x, y=y, opacity=opacity)
+    map_ = alt.Chart(alt.Data.from_dict({"values": cells}, validate=False)).mark_rect(color=HUE).encode(x=x, y=y, opacity=opacity)
     sizes = [{"client": row, "samples": sum(line)} for row, line in zip(rows, counts, strict=True)]
     total = alt.X("samples:Q").title("samples").axis(tickCount=2, format="~s", grid=False)
-    bars = alt.Chart(alt.Data(values=sizes)).mark_bar(color="#888888").encode(x=total, y=y.axis(None))
+    bars = alt.Chart(alt.Data.from_dict({"values": sizes}, validate=False)).mark_bar(color="#888888").encode(x=total, y=y.axis(None))
     height = down * len(rows)
     return alt.hconcat(
         map_.properties(width=across * len(columns), height=height), bars.properties(width=50, height=height)
@@ -141,11 +146,7 @@ def printable(name: str, most: int = 60) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def _counts(federation: Federation) -> list[list[int]]:
-    return [client.train.counts(len(federation.classes)).tolist() for client in federation.clients]
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
+def distinct(names: Sequence[str]) -> list[str]:
     """Names that differ, for a chart draws what has the same name at the same place."""
     seen: Counter[str] = Counter()
     out = []
@@ -153,6 +154,10 @@ def _distinct(names: Sequence[str]) -> list[str]:
         seen[name] += 1
         out.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return out
+
+
+def _counts(federation: Federation) -> list[list[int]]:
+    return [client.train.counts(len(federation.classes)).tolist() for client in federation.clients]
 
 
 def _steps(most: int) -> list[int]:

@@ -98,13 +98,16 @@ def federation(
 
 def _parts(name: str, entry: Any) -> list[Labelled]:
     """A client's training samples, and its test samples if they are apart."""
+    pair = isinstance(entry, (tuple, list)) and len(entry) == 2
+    if pair and entry[1] is None:
+        return _parts(name, entry[0])
+    if pair and all(_is_part(part) for part in entry):
+        return [
+            _from_dataset(name, part) if isinstance(part, TorchDataset) else _labelled(name, *part) for part in entry
+        ]
     if isinstance(entry, TorchDataset):
         return [_from_dataset(name, entry)]
-    if isinstance(entry, (tuple, list)) and len(entry) == 2:
-        if all(isinstance(part, TorchDataset) for part in entry):
-            return [_from_dataset(name, part) for part in entry]
-        if all(isinstance(part, (tuple, list)) and len(part) == 2 and _is_array(part[0]) for part in entry):
-            return [_labelled(name, *part) for part in entry]
+    if pair and not any(isinstance(part, TorchDataset) for part in entry):
         return [_labelled(name, *entry)]
     kind = type(entry).__name__
     raise UserError(
@@ -112,8 +115,11 @@ def _parts(name: str, entry: Any) -> list[Labelled]:
     )
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, (np.ndarray, Tensor))
+def _is_part(value: Any) -> bool:
+    """A data set, or a pair that starts with an array: the outer pair is training and test, not x and y."""
+    if isinstance(value, TorchDataset):
+        return True
+    return isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], (np.ndarray, Tensor))
 
 
 def _labelled(name: str, x: Any, y: Any) -> Labelled:
@@ -148,7 +154,7 @@ def _channels_first(images: Tensor) -> Tensor:
     if images.dim() == 3:
         return images.unsqueeze(1)
     if images.dim() == 4 and images.shape[3] in (1, 3) and images.shape[1] not in (1, 3):
-        return images.permute(0, 3, 1, 2)
+        return images.permute(0, 3, 1, 2).contiguous()
     return images
 
 

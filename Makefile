@@ -1,0 +1,42 @@
+# Everything runs in .venv, which is built when it is missing or out of date.
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu   takes torch's CPU wheels where pip would take CUDA ones
+PYTHON ?= python3
+TORCH_INDEX ?=
+PY := .venv/bin/python
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-all check format bench clean
+
+demo: .venv/ready
+	$(PY) -m pfed compare local fedavg fedper fedrep ditto --data digits --clients 20 --classes-per-client 2 \
+		--rounds 20 --runs runs --report report.html
+	@echo "The report is report.html; the runs are in runs."
+
+test: .venv/ready
+	$(PY) -m pytest -n 2
+
+test-all: .venv/ready
+	$(PY) -m pytest -n 2 -m ""
+
+check: .venv/ready
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest -n 2
+
+format: .venv/ready
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench: .venv/ready
+	$(PY) benchmarks/overhead.py
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pfed needs Python 3.11 or newer: make PYTHON=/path/to/python3")'
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check $(INDEX) --constraint constraints.txt --editable ".[dev]"
+	touch .venv/ready
+
+clean:
+	rm -rf .venv runs report.html

@@ -1,0 +1,220 @@
+"""The report's page, section by section."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from pfed.data.show import headline
+from pfed.report import charts, numbers
+from pfed.report.markup import Html, figure, join, table, tag
+from pfed.result import Comparison, Result, _spread
+from pfed.tables import bytes_text
+
+EVENTS = 40  # rows of the table of events
+
+
+def render(results: Sequence[Result]) -> str:
+    """The whole page about one or more runs."""
+    described = [result for result in results if result.clients]
+    grouped = numbers.groups(described)
+    methods = list(numbers.by_method(described))
+    title = f"{', '.join(methods) or 'no method'} on {_data(described)}"
+    body = [tag("h1", title), tag("p", _count(results, len(grouped)))]
+    body += [tag("p", sentence) for sentence in _unmeasured(results)]
+    for name, group in grouped.items():
+        body.append(tag("h2", name))
+        body += _group(group, methods)
+    body += [tag("h2", "What happened"), _events(results), tag("h2", "How it was run"), *_settings(results)]
+    style = resources.files("pfed.report").joinpath("style.css").read_text(encoding="utf-8")
+    head = [
+        Html('<meta charset="utf-8">'),
+        Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        tag("title", f"pfed: {title}"),
+        tag("style", Html(style)),
+    ]
+    page = tag("html", tag("head", join(head)), tag("body", tag("main", join(body))), lang="en")
+    return f"<!doctype html>\n{page}\n"
+
+
+def _data(results: Sequence[Result]) -> str:
+    return ", ".join(dict.fromkeys(str(result.config.get("data", "unknown data")) for result in results)) or "no data"
+
+
+def _count(results: Sequence[Result], settings: int) -> str:
+    seeds = sorted({result.seed for result in results if result.seed is not None})
+    runs = f"{len(results)} runs" if len(results) > 1 else "1 run"
+    named = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" if seeds else "no seed"
+    apart = f"; {settings} settings, which are not to be compared with each other" if settings > 1 else ""
+    return f"{runs}, {named}{apart}."
+
+
+def _unmeasured(results: Sequence[Result]) -> list[str]:
+    return [
+        f"Run {result.run} ({result.method or 'unknown method'}, {result.state or 'stopped'}) has no evaluation: "
+        "it ended before the first one, and is in no table or curve of accuracy."
+        for result in results
+        if not result.values
+    ]
+
+
+def _group(group: Sequence[Result], methods: Sequence[str]) -> list[Html]:
+    """Everything about runs that can be compared."""
+    measured = [result for result in group if result.values]
+    parts = []
+    if measured:
+        comparison = Comparison(measured)
+        rows = comparison.rows()
+        parts += [tag("p", _verdict(rows)), _comparison(rows), tag("p", _meaning(measured), class_="soft")]
+        parts += [tag("p", sentence) for sentence in _mixed(measured)]
+        parts += [tag("h3", "Does federating help?"), *_gains(comparison)]
+        parts += [tag("h3", "Accuracy on the way"), _curves(measured, methods)]
+    if any(result.rounds for result in group):
+        parts += [tag("h3", "What is sent"), _traffic(group, methods)]
+    return [*parts, tag("h3", "The clients' data"), *_clients(group)]
+
+
+def _verdict(rows: Sequence[dict[str, Any]]) -> str:
+    best = max(rows, key=lambda row: row["mean"][0])
+    name = "training alone (local)" if best["method"] == "local" else best["method"]
+    gain = f", {_spread(best['gain'], sign=True)} points over training alone" if _gained(best) else ""
+    if len(rows) == 1:
+        return f"The mean accuracy of {name} is {_spread(best['mean'])} %{gain}."
+    return f"Of {len(rows)} methods {name} has the highest mean accuracy, {_spread(best['mean'])} %{gain}."
+
+
+def _gained(row: dict[str, Any]) -> bool:
+    return row["gain"] is not None and row["method"] != "local"
+
+
+def _comparison(rows: Sequence[dict[str, Any]]) -> Html:
+    """The table that `Comparison.table()` prints."""
+    extra = [
+        (key, title) for key, title in (("new", "new test"), ("external", "external")) if any(r[key] for r in rows)
+    ]
+    header = [
+        "method",
+        "accuracy %",
+        "worst decile",
+        *(title for _, title in extra),
+        "gain over Local",
+        "per client",
+        "time",
+    ]
+    body = []
+    for row in rows:
+        numbers = [_spread(row[key]) for key in ("mean", "worst", *(key for key, _ in extra))]
+        gain = _spread(row["gain"], sign=True) if _gained(row) else "–"
+        body.append([row["method"], *numbers, gain, bytes_text(row["bytes"]), f"{row['seconds']:.1f} s"])
+    return table(header, body)
+
+
+def _meaning(measured: Sequence[Result]) -> str:
+    rules = list(dict.fromkeys(str(result.config.get("select", "last")) for result in measured))
+    flattering = ", chosen on the test data, which flatters" if any(rule.startswith("best") for rule in rules) else ""
+    return (
+        "Accuracy is that of each client's own model on its own test data, the mean over clients; ± is the standard "
+        f"deviation over seeds. Worst decile: the tenth of the clients that does worst. Round: {', '.join(rules)}"
+        f"{flattering}. Per client: bytes up and down in the whole run."
+    )
+
+
+def _mixed(measured: Sequence[Result]) -> list[str]:
+    """A mean over runs that differ in more than the seed is none over seeds, and must not look like one."""
+    found = []
+    for method, runs in numbers.by_method(measured).items():
+        differing = [name for name, values in numbers.options(runs).items() if len(values) > 1 and name != "seed"]
+        if differing:
+            found.append(f"The runs of {method} differ in {', '.join(differing)}: their mean mixes settings.")
+    return found
+
+
+def _gains(comparison: Comparison) -> list[Html]:
+    gains = numbers.gains(comparison)
+    if not gains:
+        others = [method for method in numbers.by_method(comparison.results) if method != "local"]
+        if not others:
+            return [tag("p", "Only training alone was run. To compare: ", tag("code", "pfed compare local METHOD …"))]
+        command = tag("code", f"pfed compare local {' '.join(others)} …")
+        return [
+            tag("p", "No run of Local on the same clients is among these, so nobody knows yet. Make one: ", command)
+        ]
+    values = [gain for by_client in gains.values() for gain in by_client.values()]
+    span = (min(0.0, *values), max(0.0, *values))
+    note = "Accuracy minus that of training alone, in points of percent, for each client. One scale for all methods."
+    drawn = [figure(charts.gains(method, by_client, span), _helped(by_client)) for method, by_client in gains.items()]
+    return [tag("p", note, class_="soft"), tag("div", *drawn, class_="charts")]
+
+
+def _helped(gains: dict[str, float]) -> str:
+    helped, harmed = (sum(gain * sign > 0 for gain in gains.values()) for sign in (1, -1))
+    worst = min(gains, key=lambda name: gains[name])
+    return f"{helped} of {len(gains)} clients gain, {harmed} lose. The least: {gains[worst]:+.2f} ({worst})."
+
+
+def _curves(measured: Sequence[Result], methods: Sequence[str]) -> Html:
+    rows = numbers.curves(measured)
+    drawn = [figure(charts.curves(rows, "round", methods), "Mean over clients and seeds; the band spans the seeds.")]
+    if any(row["bytes"] for row in rows):
+        caption = "The same by what each client has sent and received. A method that sends nothing is a level line."
+        drawn.append(figure(charts.curves(rows, "bytes", methods), caption))
+    return tag("div", *drawn, class_="charts")
+
+
+def _traffic(group: Sequence[Result], methods: Sequence[str]) -> Html:
+    rows = numbers.traffic(group)
+    captions = {"up": "From the clients, all together, in each round.", "down": "To the clients."}
+    drawn = [figure(charts.traffic(rows, way, methods), caption) for way, caption in captions.items()]
+    return tag("div", *drawn, class_="charts")
+
+
+def _clients(group: Sequence[Result]) -> list[Html]:
+    """The data of the first run: those of other seeds are divided in the same way."""
+    first = group[0]
+    counts = [row["counts"] for row in first.clients]
+    sizes = sorted(row["train"] for row in first.clients)
+    size = f"A client trains on {sizes[0]:,} to {sizes[-1]:,} samples, {sizes[len(sizes) // 2]:,} in the middle."
+    if not any(map(sum, counts)):
+        return [tag("p", size)]
+    drawn, shown = charts.data(first.clients, first.classes or [str(i) for i in range(len(counts[0]))])
+    some = "" if shown == len(counts) else f" The first {shown} of {len(counts):,} clients are shown."
+    seed = f" Seed {first.seed}." if len({result.seed for result in group}) > 1 else ""
+    return [
+        tag("p", headline(str(first.config.get("data", "data")), counts), "."),
+        figure(drawn, f"{size}{some}{seed}"),
+    ]
+
+
+def _events(results: Sequence[Result]) -> Html:
+    events = numbers.events(results)
+    if not events:
+        return tag("p", "No client failed or dropped out, and there are no notes.")
+    rows = []
+    for event in events[:EVENTS]:
+        names = sorted(event["clients"].values())
+        who = ", ".join(names) if len(names) <= 3 else f"{len(names)} clients"
+        first, last = min(event["rounds"]), max(event["rounds"])
+        when = str(first) if first == last else f"{first} to {last}"
+        rows.append([event["kind"], event["text"], str(event["times"]), when, who or "–", event["run"]])
+    more = len(events) - len(rows)
+    listed = table(["kind", "what", "times", "rounds", "clients", "run"], rows, "words")
+    return join([listed, tag("p", f"… and {more:,} more.")] if more else [listed])
+
+
+def _settings(results: Sequence[Result]) -> list[Html]:
+    rows = []
+    for result in results:
+        planned = result.config.get("rounds", 0)
+        done = min(planned, max((row["round"] for row in result.rounds), default=0))
+        versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+        row = [result.run, result.method, result.seed, result.state, f"{done} of {planned}", result.engine, versions]
+        rows.append(["–" if cell is None else str(cell) for cell in row])
+    runs = table(["run", "method", "seed", "state", "rounds", "engine", "versions"], rows, "words")
+    parts = [tag("details", tag("summary", "Runs and versions"), runs)]
+    for method, group in numbers.by_method([result for result in results if result.config]).items():
+        listed = [[name, ", ".join(values)] for name, values in numbers.options(group).items()]
+        parts.append(
+            tag("details", tag("summary", f"Configuration of {method}"), table(["option", "value"], listed, "words"))
+        )
+    return parts

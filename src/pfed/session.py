@@ -1,0 +1,108 @@
+"""A run in progress: the state of server and clients, and the loop that takes them from round to round."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+
+from torch import nn
+
+from pfed import streams, wire
+from pfed.cohort import Cohort, Exchange, Ledger
+from pfed.config import RunOptions
+from pfed.data.base import Federation
+from pfed.engines import engine
+from pfed.engines.base import POOLED
+from pfed.evaluate import Evaluator
+from pfed.method import Method
+from pfed.pool import Pool
+from pfed.progress import Progress
+from pfed.runner import Runner
+from pfed.store import Checkpoint, Store
+from pfed.tasks import task
+
+
+class Session:
+    """Rounds 1 to T are the method's; round 0 is its start, round T + 1 its finish, if it has one."""
+
+    def __init__(self, method: Method, options: RunOptions, federation: Federation, pool: Pool, store: Store):
+        self.method, self.options, self.store = method, options, store
+        self.clients = range(len(federation.clients))
+        self._runner = Runner(method, federation, pool, options, task(options.task))
+        names = {i: client.name for i, client in enumerate(federation.clients)} | {POOLED: "all clients"}
+        carrier = engine(options.engine, self._runner, store.states)
+        self.exchange = Exchange(carrier, method, options, pool, self._runner.task, names, federation.public)
+        self._evaluate = Evaluator(self.exchange, federation, options, method)
+        self.last = options.rounds + (type(method).finish is not Method.finish)
+        restored = store.restore()
+        self._saved = restored.round if restored else -1
+        self.done = restored or Checkpoint(-1, server=method.init(pool.template(POOLED)))
+        self.server = self.done.server
+        self.exchange.versions, self.exchange.calls = dict(self.done.versions), self.done.calls
+
+    def run(self, progress: Progress) -> None:
+        """All rounds that are not done yet. Ctrl-C leaves a checkpoint of the last whole one."""
+        self.store.record.forget_after(self.done.round)
+        try:
+            for t in range(self.done.round + 1, self.last + 1):
+                started = time.perf_counter()
+                self.exchange.ledger = Ledger()
+                self._act(t)
+                seconds = time.perf_counter() - started
+                evaluation = self._evaluate(self.server, t, final=t == self.last) if self._judges(t) else None
+                self.store.record.add_round(t, seconds, self.exchange.ledger, evaluation)
+                versions = dict(self.exchange.versions)
+                self.done = Checkpoint(t, self.exchange.calls, wire.copy_tree(self.server), versions)
+                self.store.states.retain(versions)
+                progress.round(t, seconds, self.exchange.ledger, evaluation)
+                if self._saves(t):
+                    self._save()
+        except KeyboardInterrupt:
+            if self.done.round > self._saved:
+                self._save()
+            raise
+        finally:
+            self.exchange.engine.close()
+
+    def personal(self, client: int) -> nn.Module:
+        """A copy of the client's personal model as it is now."""
+        state = self.store.states.load(client, self.exchange.versions.get(client, 0))
+        download = {
+            key: value.of(client) if hasattr(value, "of") else value
+            for key, value in self.method.download(self.server).items()
+        }
+        owner = self._runner.client(client, self.done.round, wire.copy_tree(state))
+        models = self.method.predictor(owner, **download)
+        model = models if isinstance(models, nn.Module) else next(iter(models.values()))
+        own = copy.deepcopy(model).eval()
+        owner.pool.give_back()
+        return own
+
+    def _act(self, t: int) -> None:
+        if t == 0:
+            self.method.start(self.server, Cohort(self.exchange, self.clients, t))
+        elif t <= self.options.rounds:
+            self.method.round(self.server, Cohort(self.exchange, self._chosen(t), t))
+        else:
+            self.method.finish(self.server, Cohort(self.exchange, self.clients, t))
+
+    def _chosen(self, t: int) -> list[int]:
+        """The clients of a round: a share of all, at least one, drawn without replacement."""
+        if self.method.participation == "all":
+            return list(self.clients)
+        size = max(1, math.floor(self.options.fraction * len(self.clients) + 1e-9))
+        draw = streams.rng(self.options.seed, "client_sampling", t).permutation(len(self.clients))
+        return sorted(int(client) for client in draw[:size])
+
+    def _judges(self, t: int) -> bool:
+        every = self.options.eval_every
+        return t == self.last or (0 < t <= self.options.rounds and every > 0 and t % every == 0)
+
+    def _saves(self, t: int) -> bool:
+        every = self.options.checkpoint_every
+        return t == self.last or (t > 0 and every > 0 and t % every == 0)
+
+    def _save(self) -> None:
+        self.store.save(self.done)
+        self._saved = self.done.round

@@ -1,0 +1,153 @@
+"""What tests of methods share: tiny federations and models, and a run whose server, states and messages can be seen."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import pfed.experiment
+from pfed import Experiment, Federation, Result, Samples, Tensors, anatomy, wire
+from pfed.data.base import ClientData, union
+from pfed.engines import engine
+from pfed.engines.base import Call, Engine, Failure, Reply, States
+from pfed.method import Method
+from pfed.pool import Spec
+from pfed.runner import Runner
+from pfed.store import Store
+from pfed.wire import Payload, State
+
+
+def federation(*clients: tuple[Sequence[Any], Sequence[int]], classes: int = 2) -> Federation:
+    """Clients with these inputs and labels, which are both their training and their test data."""
+    parts = [Samples.of(torch.tensor(x), torch.tensor(y)) for x, y in clients]
+    named = tuple(ClientData(f"client {i}", part, part) for i, part in enumerate(parts))
+    return Federation(named, tuple("abcdefgh"[:classes]), union(parts))
+
+
+def blobs(sizes: Iterable[int], features: int = 4, classes: int = 3) -> Federation:
+    """Clients of these sizes with random inputs and labels: the same at every call."""
+    source = torch.Generator().manual_seed(1)
+    draws = [(torch.randn(n, features, generator=source), torch.randint(classes, (n,), generator=source)) for n in sizes]
+    return federation(*((x.tolist(), y.tolist()) for x, y in draws), classes=classes)
+
+
+def mlp(dropout: float = 0.0) -> nn.Module:
+    """4 inputs, 5 hidden units, 3 classes. Give the function itself as a model, so that the run's seed draws it."""
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(dropout), nn.Linear(5, 3))
+
+
+class Residual(nn.Module):
+    """A residual model with two BatchNorm layers, one of them without "bn" in its name, as in torchvision's ResNets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.bn1 = nn.Linear(4, 5), nn.BatchNorm1d(5)
+        self.downsample = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+        self.fc = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(torch.relu(self.bn1(self.fc1(x)) + self.downsample(x)))
+        return out
+
+
+@dataclass(frozen=True)
+class Message:
+    """One training step of one client: what it got and what it sent."""
+
+    step: str
+    round: int
+    client: int
+    down: Payload
+    up: Payload
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors in both directions."""
+        values = [*self.down.values(), *self.up.values()]
+        return {name for value in values if isinstance(value, Tensors) for name in value}
+
+
+@dataclass
+class Run:
+    """A run and all that it left behind."""
+
+    result: Result
+    server: State
+    states: dict[int, State]  # of every client that took part; the pooled one is -1
+    personal: dict[int, Tensors]  # all tensors of the model by which a client is judged
+    messages: list[Message]
+
+
+@dataclass
+class _Watched:
+    """An engine that notes every answer to a training step."""
+
+    runner: Runner
+    inner: Engine
+    messages: list[Message] = field(default_factory=list)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self.inner.ids
+
+    def map(self, call: Call) -> Iterator[tuple[int, Reply | Failure]]:
+        for client, answer in self.inner.map(call):
+            if isinstance(answer, Failure):
+                raise AssertionError(f"{answer.reason}\n{answer.detail}")
+            if call.version is not None:
+                down = {**call.common, **call.own[client]}
+                self.messages.append(Message(call.step, call.round, client, down, answer.payload))
+            yield client, answer
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def run(method: str | Method, data: Federation, model: Any = mlp, **options: Any) -> Run:
+    """Run an experiment and read back its last checkpoint. A client that fails is an error, with its traceback."""
+    experiment = Experiment(method, data, model, **options)
+    watched: list[_Watched] = []
+
+    def watch(name: str, runner: Runner, states: States) -> Engine:
+        watched.append(_Watched(runner, engine(name, runner, states)))
+        return watched[0]
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(pfed.experiment, "engine", watch):
+        result = experiment.run(folder)
+        with contextlib.closing(Store(Path(folder) / result.run)) as store:
+            checkpoint = store.restore()
+            assert checkpoint is not None
+            states = {client: store.states.load(client, v) for client, v in checkpoint.versions.items()}
+    runner, messages = watched[0].runner, watched[0].messages
+    personal = {id: _personal(runner, id, states.get(id, {}), checkpoint.server) for id in runner.ids}
+    return Run(result, checkpoint.server, states, personal, messages)
+
+
+def _personal(runner: Runner, id: int, state: State, server: State) -> Tensors:
+    client = runner.client(id, runner.options.rounds, wire.copy_tree(state))
+    models = runner.method.predictor(client, **runner.method.download(server))
+    tensors = anatomy.tensors(models if isinstance(models, nn.Module) else next(iter(models.values())))
+    runner.pool.give_back()
+    return tensors
+
+
+def initial(model: Callable[[], nn.Module] = mlp, seed: int = 0) -> Tensors:
+    """The tensors with which a run of this model and seed begins."""
+    return anatomy.tensors(Spec(model, classes=3, shape=(4,), seed=seed).base())
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two trees of states have the same names and, bit for bit, the same values."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(value, b[name]) for name, value in a.items())
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
