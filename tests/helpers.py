@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-import pfed.experiment
 from pfed import Experiment, Federation, Result, Samples, Tensors, anatomy, wire
 from pfed.data.base import ClientData, union
 from pfed.engines import engine
@@ -21,7 +17,6 @@ from pfed.engines.base import Call, Engine, Failure, Reply, States
 from pfed.method import Method
 from pfed.pool import Spec
 from pfed.runner import Runner
-from pfed.store import Store
 from pfed.wire import Payload, State
 
 
@@ -32,15 +27,15 @@ def federation(*clients: tuple[Sequence[Any], Sequence[int]], classes: int = 2) 
     return Federation(named, tuple("abcdefgh"[:classes]), union(parts))
 
 
-def blobs(sizes: Iterable[int], features: int = 4, classes: int = 3) -> Federation:
-    """Clients of these sizes with random inputs and labels: the same at every call."""
+def blobs(sizes: Iterable[int]) -> Federation:
+    """Clients of these sizes with four random inputs and three random classes: the same at every call."""
     source = torch.Generator().manual_seed(1)
-    draws = [(torch.randn(n, features, generator=source), torch.randint(classes, (n,), generator=source)) for n in sizes]
-    return federation(*((x.tolist(), y.tolist()) for x, y in draws), classes=classes)
+    draws = [(torch.randn(n, 4, generator=source), torch.randint(3, (n,), generator=source)) for n in sizes]
+    return federation(*((x.tolist(), y.tolist()) for x, y in draws), classes=3)
 
 
 def mlp(dropout: float = 0.0) -> nn.Module:
-    """4 inputs, 5 hidden units, 3 classes. Give the function itself as a model, so that the run's seed draws it."""
+    """4 inputs, 5 hidden units, 3 classes. Pass the function itself as a model, so that the run's seed draws it."""
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(dropout), nn.Linear(5, 3))
 
 
@@ -75,22 +70,21 @@ class Message:
         return {name for value in values if isinstance(value, Tensors) for name in value}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
     """A run and all that it left behind."""
 
     result: Result
     server: State
-    states: dict[int, State]  # of every client that took part; the pooled one is -1
+    states: dict[int, State]  # of every client that took part; that of the pooled data is -1
     personal: dict[int, Tensors]  # all tensors of the model by which a client is judged
-    messages: list[Message]
+    messages: list[Message]  # by round and client
 
 
 @dataclass
 class _Watched:
-    """An engine that notes every answer to a training step."""
+    """An engine that notes every answer to a training step. A client that fails is an error, with its traceback."""
 
-    runner: Runner
     inner: Engine
     messages: list[Message] = field(default_factory=list)
 
@@ -100,8 +94,7 @@ class _Watched:
 
     def map(self, call: Call) -> Iterator[tuple[int, Reply | Failure]]:
         for client, answer in self.inner.map(call):
-            if isinstance(answer, Failure):
-                raise AssertionError(f"{answer.reason}\n{answer.detail}")
+            assert isinstance(answer, Reply), f"{answer.reason}\n{answer.detail}"
             if call.version is not None:
                 down = {**call.common, **call.own[client]}
                 self.messages.append(Message(call.step, call.round, client, down, answer.payload))
@@ -112,31 +105,21 @@ class _Watched:
 
 
 def run(method: str | Method, data: Federation, model: Any = mlp, **options: Any) -> Run:
-    """Run an experiment and read back its last checkpoint. A client that fails is an error, with its traceback."""
+    """Run an experiment, and look behind it."""
     experiment = Experiment(method, data, model, **options)
     watched: list[_Watched] = []
 
     def watch(name: str, runner: Runner, states: States) -> Engine:
-        watched.append(_Watched(runner, engine(name, runner, states)))
+        watched.append(_Watched(engine(name, runner, states)))
         return watched[0]
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(pfed.experiment, "engine", watch):
-        result = experiment.run(folder)
-        with contextlib.closing(Store(Path(folder) / result.run)) as store:
-            checkpoint = store.restore()
-            assert checkpoint is not None
-            states = {client: store.states.load(client, v) for client, v in checkpoint.versions.items()}
-    runner, messages = watched[0].runner, watched[0].messages
-    personal = {id: _personal(runner, id, states.get(id, {}), checkpoint.server) for id in runner.ids}
-    return Run(result, checkpoint.server, states, personal, messages)
-
-
-def _personal(runner: Runner, id: int, state: State, server: State) -> Tensors:
-    client = runner.client(id, runner.options.rounds, wire.copy_tree(state))
-    models = runner.method.predictor(client, **runner.method.download(server))
-    tensors = anatomy.tensors(models if isinstance(models, nn.Module) else next(iter(models.values())))
-    runner.pool.give_back()
-    return tensors
+    with mock.patch("pfed.session.engine", watch):
+        result = experiment.run()
+    session = experiment._session
+    assert session is not None
+    states = {client: session.store.states.load(client, v) for client, v in session.exchange.versions.items()}
+    personal = {client: anatomy.tensors(experiment.model(client)) for client in session.clients}
+    return Run(result, wire.copy_tree(session.server), wire.copy_tree(states), personal, watched[0].messages)
 
 
 def initial(model: Callable[[], nn.Module] = mlp, seed: int = 0) -> Tensors:

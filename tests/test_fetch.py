@@ -100,6 +100,7 @@ def test_a_server_without_ranges_sends_all_anew(server: Server, tmp_path: Path) 
     (tmp_path / "a.part").write_bytes(CONTENT[:1000])
     download(server.url + "a", tmp_path / "a", sha256(CONTENT))
     assert (tmp_path / "a").read_bytes() == CONTENT
+    assert len(server.ranges) == 1
 
 
 @pytest.mark.parametrize("left", [b"x" * 1000, b"x" * (len(CONTENT) + 5)], ids=["wrong beginning", "too long"])

@@ -15,7 +15,7 @@ and client 1 counts 3/4.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -125,10 +125,10 @@ def test_all() -> None:
 
 @pytest.mark.parametrize(("agg", "step"), [("samples", 0.0375), ("uniform", 0.275)])
 def test_fedavg(agg: str, step: float) -> None:
-    """w_0 = (1 - 3/4 ln 3; 3/4, ln 3 - 3/4) and w_1 = (1 + 1/5 ln 3; -1/5, ln 3 + 1/5), so that
+    """The clients send w_0 = (1 - 3/4 ln 3; 3/4, ln 3 - 3/4) and w_1 = (1 + 1/5 ln 3; -1/5, ln 3 + 1/5).
 
-    w_0/4 + 3/4 w_1 = (1 - s ln 3; s, ln 3 - s) with s = 3/16 - 3/20 = 3/80, and with equal shares s = 3/8 - 1/10 = 11/40.
-    Three floats of four bytes go to and from two clients.
+    Their mean is (1 - s ln 3; s, ln 3 - s) with s = 3/4 · 1/4 - 1/5 · 3/4 = 3/80 by samples, and with equal shares s =
+    3/4 · 1/2 - 1/5 · 1/2 = 11/40. Three floats of four bytes go to and from each of the two clients.
     """
     done = go("fedavg", hyper={"agg": agg})
     assert values(done.server["params"]) == near(1 - step * LN3, step, LN3 - step)
@@ -150,8 +150,11 @@ def test_fedprox() -> None:
 
 
 def test_fedper() -> None:
-    """Round 1: b = 1/4 (1 - 3/4 ln 3) + 3/4 (1 + 1/5 ln 3) = 1 - 3/80 ln 3, while the heads stay apart, (3/4, ln 3 - 3/4)
-    and (-1/5, ln 3 + 1/5). Round 2 goes on from this b with each client's own head. One float is sent."""
+    """Round 1: b = 1/4 (1 - 3/4 ln 3) + 3/4 (1 + 1/5 ln 3) = 1 - 3/80 ln 3.
+
+    The heads stay apart, (3/4, ln 3 - 3/4) and (-1/5, ln 3 + 1/5). Round 2 goes on from this b with each client's own
+    head. A client sends one float a round.
+    """
     once, twice = go("fedper", 1), go("fedper", 2)
     base = 1 - 0.0375 * LN3
     heads = [(0.75, LN3 - 0.75), (-0.2, LN3 + 0.2)]
@@ -165,8 +168,11 @@ def test_fedper() -> None:
 
 
 def test_lg_fedavg() -> None:
-    """Only the head is shared, by the simple mean. Round 1: h = (3/4 - 1/5)/2 = 11/40 and ln 3 - 11/40, while the bodies
-    stay apart, 1 - 3/4 ln 3 and 1 + 1/5 ln 3. Round 2 goes on from this h with each client's own body."""
+    """Only the head is shared, by the simple mean. Round 1: h0 = (3/4 - 1/5)/2 = 11/40 and h1 = ln 3 - 11/40.
+
+    The bodies stay apart, 1 - 3/4 ln 3 and 1 + 1/5 ln 3. Round 2 goes on from this h with each client's own body. A
+    client sends two floats a round.
+    """
     once, twice = go("lg-fedavg", 1, {"shared": 1}), go("lg-fedavg", 2, {"shared": 1})
     top = (0.275, LN3 - 0.275)
     bodies = [1 - 0.75 * LN3, 1 + 0.2 * LN3]
@@ -180,8 +186,10 @@ def test_lg_fedavg() -> None:
 
 
 def test_fedrep() -> None:
-    """Two steps of the head at b = 1, the first to (3/4, ln 3 - 3/4) and (-1/5, ln 3 + 1/5); then one step of b under the
-    new head; b is the simple mean. One float is sent."""
+    """Two steps of the head at b = 1, the first to (3/4, ln 3 - 3/4) and (-1/5, ln 3 + 1/5).
+
+    Then one step of b under the new head; the server's b is the simple mean. A client sends one float.
+    """
     done = go("fedrep", hyper={"head_epochs": 2, "body_epochs": 1})
     first = [(1.0, 0.75, LN3 - 0.75), (1.0, -0.2, LN3 + 0.2)]
     heads = [descend(w, client)[1:] for client, w in enumerate(first)]
@@ -193,9 +201,11 @@ def test_fedrep() -> None:
 
 
 def test_ditto() -> None:
-    """Two rounds with lam = 1/2. In the first v_k = w_k = w - g_k(w), as the pull is zero at w; the server has w1 =
-    (1 - 3/80 ln 3; 3/80, ln 3 - 3/80). In the second v_k' = v_k - (g_k(v_k) + (v_k - w1)/2), pulled to the w1 that came,
-    and the server's w2 is the mean of w1 - g_k(w1)."""
+    """Two rounds with lam = 1/2. In the first v_k = w - g_k(w), as the pull is zero at w.
+
+    The server then has w1 = (1 - 3/80 ln 3; 3/80, ln 3 - 3/80). In the second v_k' = v_k - (g_k(v_k) + (v_k - w1)/2),
+    pulled towards the w1 that came, and the server's w2 is the mean of w1 - g_k(w1) by samples.
+    """
     once, twice = go("ditto", 1, {"lam": 0.5}), go("ditto", 2, {"lam": 0.5})
     w1 = (1 - 0.0375 * LN3, 0.0375, LN3 - 0.0375)
     assert values(once.server["params"]) == near(*w1)
@@ -233,11 +243,22 @@ def test_fedavg_with_fine_tuning() -> None:
 
 
 class Normed(nn.Module):
-    """logits = h (gamma x̂ + beta), x̂ = (x - mean) / sqrt(var) over the batch; gamma = 1, beta = 0, h = (0, ln 3)."""
+    """logits = h (gamma x̂ + beta), x̂ = (x - mean)/√var over the batch; at the start gamma = 1, beta = 0, h = (0, ln 3).
+
+    - Client 0 has x = -1 with y = 1 and x = 3 with y = 0: mean 1, variance 4 (8 without bias), x̂ = -1 and 1.
+    - Client 1 has x = 2 and x = 10, three of each, all with y = 1: mean 6, variance 16 (19.2 without bias), x̂ likewise.
+
+    At x̂ = -1 p = (3/4, 1/4), at x̂ = 1 p = (1/4, 3/4). So e = p - onehot(y) is (3/4, -3/4) and (-3/4, 3/4) in client 0,
+    (3/4, -3/4) and (1/4, -1/4) in client 1. The gradients are the batch means of (e·h) x̂ for gamma, of e·h for beta, and
+    of e x̂ for h (as beta is 0): (3/4 ln 3; 0; -3/4, 3/4) in client 0, (1/4 ln 3; -1/2 ln 3; -1/4, 1/4) in client 1.
+
+    Running statistics move by a tenth from (0, 1) to the batch's mean and its variance without bias: to (0.1, 1.7) and
+    (0.6, 2.82) in the first step and, where they stay at the client, to (0.19, 2.33) and (1.14, 4.458) in the second.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.head = nn.BatchNorm1d(1, eps=0.0), nn.Linear(1, 2, bias=False)
+        self.first, self.head = nn.BatchNorm1d(1, eps=1e-12), nn.Linear(1, 2, bias=False)
         with torch.no_grad():
             self.head.weight.copy_(torch.tensor(START[1:]).view(2, 1))
 
@@ -246,16 +267,9 @@ class Normed(nn.Module):
         return out
 
 
-# Client 0 has x = -1 with y = 1 and x = 3 with y = 0: mean 1, variance 4 (8 without bias), x̂ = ∓1.
-# Client 1 has x = 2 and x = 10, three of each, all with y = 1: mean 6, variance 16 (19.2 without bias), x̂ = ∓1.
-# At x̂ = -1: p = (3/4, 1/4); at x̂ = 1: p = (1/4, 3/4). So e = ±(3/4, -3/4) and e = (3/4, -3/4), (1/4, -1/4); the means over
-# a batch of e x̂ (for h), of (e·h) x̂ (for gamma) and of e·h (for beta) are:
-#   client 0: h (-3/4, 3/4), gamma 3/4 ln 3, beta 0;  client 1: h (-1/4, 1/4), gamma 1/4 ln 3, beta -1/2 ln 3.
-HEADS = [(0.75, LN3 - 0.75), (0.25, LN3 - 0.25)]  # after a step with lr 1
-AFFINE = [(1 - 0.75 * LN3, 0.0), (1 - 0.25 * LN3, 0.5 * LN3)]
-# Running statistics move a tenth of the way from (0, 1) to the batch's mean and its variance without bias.
-STATS = [(0.1, 1.7), (0.6, 2.82)]
-STATS_AFTER_TWO = [(0.19, 2.33), (1.14, 4.458)]  # 0.9 · 0.1 + 0.1 · 1 and so on
+LABELS = ((1, 0), (1, 1))  # of x̂ = -1 and x̂ = 1 in the two clients
+STATS = ((0.1, 1.7), (0.6, 2.82))
+STATS_AFTER_TWO = ((0.19, 2.33), (1.14, 4.458))
 
 
 def norm_run(method: str, rounds: int = 1) -> Run:
@@ -263,62 +277,87 @@ def norm_run(method: str, rounds: int = 1) -> Run:
     return run(method, clients, Normed, rounds=rounds, local={"lr": 1.0, "batch_size": 8})
 
 
-def norm_values(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    return {name: tensor.flatten().tolist() for name, tensor in tensors.items()}
+def norm_descend(w: Sequence[float], client: int) -> list[float]:
+    """One step of (gamma, beta, h0, h1) in plain floats."""
+    gamma, beta, *h = w
+    g = [0.0] * 4
+    for x, y in zip((-1.0, 1.0), LABELS[client], strict=True):
+        z = gamma * x + beta
+        powers = [math.exp(weight * z) for weight in h]
+        e = [power / sum(powers) - (label == y) for label, power in enumerate(powers)]
+        dz = e[0] * h[0] + e[1] * h[1]
+        g = [total + part / 2 for total, part in zip(g, (dz * x, dz, e[0] * z, e[1] * z), strict=True)]
+    return [weight - slope for weight, slope in zip(w, g, strict=True)]
+
+
+def norm_values(tensors: Mapping[str, Tensor]) -> list[float]:
+    """gamma, beta, h0, h1; those that are not there are left out."""
+    names = [name for name in ("first.weight", "first.bias", "head.weight") if name in tensors]
+    return [value for name in names for value in tensors[name].flatten().tolist()]
+
+
+def statistics(tensors: Mapping[str, Tensor]) -> list[float]:
+    return [tensors[f"first.running_{name}"].item() for name in ("mean", "var")]
+
+
+def test_the_gradients_at_the_start_with_batchnorm() -> None:
+    """The formula that these tests use gives the numbers of the model's docstring."""
+    start = (1.0, 0.0, 0.0, LN3)
+    assert norm_descend(start, 0) == pytest.approx([1 - 0.75 * LN3, 0, 0.75, LN3 - 0.75])
+    assert norm_descend(start, 1) == pytest.approx([1 - 0.25 * LN3, 0.5 * LN3, 0.25, LN3 - 0.25])
 
 
 def test_fedavg_averages_statistics() -> None:
-    """Weights 1/4 and 3/4. h = (3/16 + 3/16, ln 3 - 3/8), gamma = 1 - 3/8 ln 3, beta = 3/8 ln 3, running mean 0.1/4 +
-    3/4 0.6 = 0.475, variance 1.7/4 + 3/4 2.82 = 2.54. The second round starts from these statistics: 0.9 · 0.475 + 0.1 (1/4
-    · 1 + 3/4 · 6) = 0.9025 and 0.9 · 2.54 + 0.1 (1/4 · 8 + 3/4 · 19.2) = 3.926. The batch counter stays at the client."""
+    """By samples: gamma = 1 - (1/4 · 3/4 + 3/4 · 1/4) ln 3 = 1 - 3/8 ln 3, beta = 3/8 ln 3, h = (3/8, ln 3 - 3/8).
+
+    Running mean 1/4 · 0.1 + 3/4 · 0.6 = 0.475, variance 1/4 · 1.7 + 3/4 · 2.82 = 2.54. The second round starts from these:
+    0.9 · 0.475 + 0.1 (1/4 · 1 + 3/4 · 6) = 0.9025 and 0.9 · 2.54 + 0.1 (1/4 · 8 + 3/4 · 19.2) = 3.926. The counter of
+    batches is not sent: six floats and no integer.
+    """
     once, twice = norm_run("fedavg"), norm_run("fedavg", 2)
-    assert norm_values(once.server["params"]) == {
-        "first.weight": near(1 - 0.375 * LN3),
-        "first.bias": near(0.375 * LN3),
-        "first.running_mean": near(0.475),
-        "first.running_var": near(2.54),
-        "head.weight": near(0.375, LN3 - 0.375),
-    }
-    assert twice.server["params"]["first.running_mean"].item() == pytest.approx(0.9025, abs=2e-6)
-    assert twice.server["params"]["first.running_var"].item() == pytest.approx(3.926, abs=2e-6)
+    assert norm_values(once.server["params"]) == near(1 - 0.375 * LN3, 0.375 * LN3, 0.375, LN3 - 0.375)
+    assert statistics(once.server["params"]) == near(0.475, 2.54)
+    assert statistics(twice.server["params"]) == near(0.9025, 3.926)
     assert [twice.personal[client]["first.num_batches_tracked"].item() for client in (0, 1)] == [2, 2]
+    assert once.result.bytes_up == once.result.bytes_down == 2 * 24
 
 
 def test_fedbn() -> None:
-    """Only h is averaged, by the simple mean: ((3/4 + 1/4)/2, ln 3 - 1/2). Each client keeps its own gamma, beta and
-    running statistics, and builds on them in the next round. Two floats are sent."""
+    """Only h is averaged, by the simple mean: ((3/4 + 1/4)/2, ln 3 - 1/2).
+
+    Each client keeps its own gamma, beta and running statistics, and builds on them in the next round. It sends two
+    floats.
+    """
     once, twice = norm_run("fedbn"), norm_run("fedbn", 2)
-    assert norm_values(once.server["params"]) == {"head.weight": near(0.5, LN3 - 0.5)}
+    h = [0.5, LN3 - 0.5]
+    affine = [[1 - 0.75 * LN3, 0.0], [1 - 0.25 * LN3, 0.5 * LN3]]
+    assert once.server["params"].keys() == {"head.weight"}
+    assert norm_values(once.server["params"]) == near(*h)
+    own = [norm_descend([*affine[client], *h], client) for client in (0, 1)]
+    h_after = [(own[0][i] + own[1][i]) / 2 for i in (2, 3)]
     for client in (0, 1):
-        assert norm_values(once.personal[client]) == {
-            "first.weight": near(AFFINE[client][0]),
-            "first.bias": near(AFFINE[client][1]),
-            "first.running_mean": near(STATS[client][0]),
-            "first.running_var": near(STATS[client][1]),
-            "first.num_batches_tracked": [1],
-            "head.weight": near(0.5, LN3 - 0.5),
-        }
-        assert twice.personal[client]["first.running_mean"].item() == pytest.approx(STATS_AFTER_TWO[client][0], abs=2e-6)
-        assert twice.personal[client]["first.running_var"].item() == pytest.approx(STATS_AFTER_TWO[client][1], abs=2e-6)
+        assert norm_values(once.personal[client]) == near(*affine[client], *h)
+        assert norm_values(twice.personal[client]) == near(*own[client][:2], *h_after)
+        assert statistics(once.personal[client]) == near(*STATS[client])
+        assert statistics(twice.personal[client]) == near(*STATS_AFTER_TWO[client])
+        assert twice.personal[client]["first.num_batches_tracked"].item() == 2
     assert once.result.bytes_up == once.result.bytes_down == 2 * 8
 
 
 def test_silobn() -> None:
-    """h, gamma and beta are averaged with 1/4 and 3/4, as in FedAvg: (3/8, ln 3 - 3/8), 1 - 3/8 ln 3, 3/8 ln 3. Each client
-    keeps its running statistics, and builds on them in the next round. Four floats are sent."""
+    """gamma, beta and h are averaged by samples, as in FedAvg: 1 - 3/8 ln 3, 3/8 ln 3, (3/8, ln 3 - 3/8).
+
+    Each client keeps its running statistics, and builds on them in the next round. It sends four floats.
+    """
     once, twice = norm_run("silobn"), norm_run("silobn", 2)
-    shared = {
-        "first.weight": near(1 - 0.375 * LN3),
-        "first.bias": near(0.375 * LN3),
-        "head.weight": near(0.375, LN3 - 0.375),
-    }
-    assert norm_values(once.server["params"]) == shared
+    shared = [1 - 0.375 * LN3, 0.375 * LN3, 0.375, LN3 - 0.375]
+    assert once.server["params"].keys() == {"first.weight", "first.bias", "head.weight"}
+    assert norm_values(once.server["params"]) == near(*shared)
+    own = [norm_descend(shared, client) for client in (0, 1)]
+    assert norm_values(twice.server["params"]) == near(*(a / 4 + 3 / 4 * b for a, b in zip(*own, strict=True)))
     for client in (0, 1):
-        assert norm_values(once.personal[client]) == shared | {
-            "first.running_mean": near(STATS[client][0]),
-            "first.running_var": near(STATS[client][1]),
-            "first.num_batches_tracked": [1],
-        }
-        assert twice.personal[client]["first.running_mean"].item() == pytest.approx(STATS_AFTER_TWO[client][0], abs=2e-6)
-        assert twice.personal[client]["first.running_var"].item() == pytest.approx(STATS_AFTER_TWO[client][1], abs=2e-6)
+        assert norm_values(once.personal[client]) == near(*shared)
+        assert statistics(once.personal[client]) == near(*STATS[client])
+        assert statistics(twice.personal[client]) == near(*STATS_AFTER_TWO[client])
+        assert twice.personal[client]["first.num_batches_tracked"].item() == 2
     assert once.result.bytes_up == once.result.bytes_down == 2 * 16

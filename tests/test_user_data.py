@@ -293,6 +293,9 @@ class Items(TorchDataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
+    def __len__(self) -> int:
+        return 2
+
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 

@@ -1,0 +1,326 @@
+"""The contract battery: every registered method faces it without test code of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from pfed import Experiment, Federation, Tensors, UserError, options, registry, wire
+from pfed.data.base import ClientData
+from pfed.engines.base import POOLED, Call, Reply
+from pfed.engines.serial import Serial
+from pfed.record import Record
+from pfed.session import Session
+
+METHODS = [*registry.methods(), "fedavg+ft", "ditto+ft"]
+MODELS = ["cnn-small", "cnn-small-bn"]
+LOCAL = {"lr": 0.1, "batch_size": 8, "momentum": 0.5}
+
+every_method = pytest.mark.parametrize("method", METHODS)
+every_model = pytest.mark.parametrize("model", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def _without_batchnorm_is_meant() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(FedBN|SiloBN): the model has no BatchNorm")
+        yield
+
+
+def short(method: str, data: Federation, model: str = "cnn-small", **changes: Any) -> Experiment:
+    settings = {"rounds": 2, "fraction": 0.5, "local": LOCAL, **changes}
+    return Experiment(method, data, model, **settings)
+
+
+def run(experiment: Experiment, runs: Path | None = None) -> Session:
+    """Run it, and give back the session that holds server and client states."""
+    experiment.run(runs)
+    session = experiment._session
+    assert session is not None
+    return session
+
+
+def states(session: Session) -> dict[Any, Any]:
+    """Everything that a run leaves behind: the server's state and each client's."""
+    versions = session.exchange.versions
+    clients = {client: session.store.states.load(client, version) for client, version in sorted(versions.items())}
+    return {"server": session.server, "clients": clients}
+
+
+def flat(tree: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict):
+        return {name: leaf for key, value in tree.items() for name, leaf in flat(value, f"{path}/{key}").items()}
+    return {path: tree}
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Two trees hold the same bits."""
+    one, two = flat(a), flat(b)
+    assert one.keys() == two.keys()
+    for name in one:
+        same = torch.equal(one[name], two[name]) if isinstance(one[name], Tensor) else one[name] == two[name]
+        assert same, name
+
+
+@every_method
+@every_model
+def test_engines_agree(method: str, model: str, tiny: Federation) -> None:
+    """The debug engine sends everything through bytes and must not change a bit."""
+    one, two = (run(short(method, tiny, model, engine=engine)) for engine in ("serial", "debug"))
+    assert_same(states(one), states(two))
+
+
+@every_method
+@every_model
+def test_resume_is_exact(method: str, model: str, tiny: Federation, tmp_path: Path) -> None:
+    """Going on from the middle ends in the same bits as never having stopped."""
+    straight = run(short(method, tiny, model, rounds=4, checkpoint_every=2), tmp_path)
+    folder = straight.store.folder
+    assert folder is not None
+    last = sorted(folder.glob("checkpoint-*"))[-1]
+    whole = last.read_bytes()
+    again = tmp_path / "again"
+    shutil.copytree(folder, again)
+    (again / last.name).unlink()
+    with_record = Record(again / "record.sqlite")
+    with_record.set(state="stopped")
+    with_record.close()
+    before = Experiment(method, tiny, model, rounds=4, fraction=0.5, local=LOCAL, checkpoint_every=2)
+    result = before.resume(again)
+    assert (again / last.name).read_bytes() == whole
+    assert before._session is not None
+    assert_same(states(before._session), states(straight))
+    assert result.metrics == short(method, tiny, model, rounds=4).run().metrics
+
+
+@every_method
+def test_unsampled_clients_are_untouched(method: str, tiny: Federation) -> None:
+    """With one of four clients in one round, no other client has a state afterwards, unless all take part."""
+    session = run(short(method, tiny, fraction=0.25, rounds=1))
+    chosen = set(session._chosen(1))
+    touched = {client for client, state in states(session)["clients"].items() if state and client != POOLED}
+    assert len(chosen) == (4 if session.method.participation == "all" else 1)
+    if not method.endswith("+ft"):  # fine-tuning is everybody's
+        assert touched <= chosen
+
+
+class Spy(Serial):
+    """Keeps what crosses, and can plant a sentinel in every float of the clients' private state."""
+
+    sentinel: float | None = None
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.down: list[tuple[int, Mapping[str, Any]]] = []
+        self.up: list[tuple[int, Mapping[str, Any]]] = []
+        self.kept: dict[int, set[str]] = {}
+
+    def map(self, call: Call) -> Iterator[tuple[int, Any]]:
+        if self.sentinel is not None:
+            for client in call.own:
+                if call.base[client]:
+                    state = self._states.load(client, call.base[client])
+                    self._states.save(client, call.base[client], wire.map_tensors(state, self._plant))
+        for client, answer in super().map(call):
+            assert isinstance(answer, Reply), answer
+            if call.version is not None and client != POOLED:
+                self.down.append((client, {**call.common, **call.own[client]}))
+                self.up.append((client, answer.payload))
+                after = self._states.load(client, call.version)
+                self.kept[client] = {n for n, t in after.get("kept", {}).items() if t.is_floating_point()}
+            yield client, answer
+
+    def _plant(self, tensor: Tensor) -> Tensor:
+        assert self.sentinel is not None
+        return torch.full_like(tensor, self.sentinel) if tensor.is_floating_point() else tensor
+
+
+@pytest.fixture
+def spies(monkeypatch: pytest.MonkeyPatch) -> list[Spy]:
+    made: list[Spy] = []
+
+    def engine(name: str, *args: Any) -> Spy:
+        made.append(Spy(*args))
+        return made[-1]
+
+    monkeypatch.setattr("pfed.session.engine", engine)
+    return made
+
+
+@every_method
+@every_model
+def test_private_names_never_leave(method: str, model: str, tiny: Federation, spies: list[Spy]) -> None:
+    """What a client keeps for itself is in no message to the server; counters travel in neither direction."""
+    run(short(method, tiny, model))
+    for client, payload in spies[0].up:
+        names = {name for value in payload.values() if isinstance(value, Tensors) for name in value}
+        assert not names & spies[0].kept[client]
+    for _, payload in [*spies[0].up, *spies[0].down]:
+        tensors = [t for value in payload.values() if isinstance(value, Tensors) for t in value.values()]
+        assert all(t.is_floating_point() for t in tensors)
+
+
+@every_method
+@every_model
+def test_private_values_never_leave(
+    method: str, model: str, tiny: Federation, spies: list[Spy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number planted in every private element appears in no message, under whatever name."""
+    monkeypatch.setattr(Spy, "sentinel", 3.0)
+    local = {"lr": 1e-9, "batch_size": 8, "momentum": 0.0}
+    run(short(method, tiny, model, fraction=1.0, local=local, eval_every=0, keep_optimizer=False))
+    for _, payload in spies[0].up:
+        for value in payload.values():
+            for name, tensor in value.items() if isinstance(value, Tensors) else ():
+                assert not torch.isclose(tensor, torch.tensor(3.0), rtol=1e-4).any(), name
+
+
+@every_method
+def test_counted_bytes_are_the_encoded_tensors(method: str, tiny: Federation, spies: list[Spy]) -> None:
+    """The record's bytes equal the tensor part of what safetensors would put on a wire."""
+    experiment = short(method, tiny, "cnn-small-bn", fraction=1.0)
+    result = experiment.run()
+
+    def encoded(payload: Mapping[str, Any]) -> int:
+        tensors = {n: t.contiguous() for n, t in flat(payload).items() if isinstance(t, Tensor)}
+        data = safetensors.torch.save(tensors)
+        return len(data) - 8 - int.from_bytes(data[:8], "little")
+
+    assert result.bytes_up == sum(encoded(payload) for _, payload in spies[0].up)
+    assert result.bytes_down == sum(encoded(payload) for _, payload in spies[0].down)
+
+
+@every_method
+def test_config_round_trips(method: str) -> None:
+    experiment = Experiment(method, rounds=3, local={"lr": 0.3}, classes_per_client=2)
+    assert Experiment.from_config(experiment.config()).config() == experiment.config()
+
+
+def _wrong_values() -> Iterator[tuple[str, str, Any]]:
+    for method in METHODS:
+        for field, cls in registry.fields(method).items():
+            spec = {f.name: f for f in dataclasses.fields(cls)}[field]
+            rules = spec.metadata.get("rules", {})
+            hint = options.hints(cls)[field]
+            if "ge" in rules:
+                yield method, field, type(spec.default)(rules["ge"] - 1)
+            elif "gt" in rules:
+                yield method, field, type(spec.default)(rules["gt"])
+            elif get_origin(hint) is Literal:
+                yield method, field, f"not-{get_args(hint)[0]}"
+            elif hint is bool:
+                yield method, field, "perhaps"
+
+
+@pytest.mark.parametrize(("method", "field", "value"), list(_wrong_values()))
+def test_wrong_hyperparameters_are_named(method: str, field: str, value: Any) -> None:
+    """`FedProx.mu must be >= 0. Got -1.0.`"""
+    with pytest.raises(UserError, match=rf"\.{field} must be .*\. Got .*{value}"):
+        registry.make(method, {field: value})
+
+
+def test_every_option_has_a_rule() -> None:
+    """An option without a range, a choice or a flag could take nonsense in silence."""
+    checked = {(method, field) for method, field, _ in _wrong_values()}
+    assert checked == {(method, field) for method in METHODS for field in registry.fields(method)}
+
+
+@every_method
+@every_model
+def test_odd_clients(method: str, model: str, tiny: Federation) -> None:
+    """One class only, one sample only, no test data: the run goes through and judges those that can be judged."""
+    one_class, one_sample, no_test, ordinary = tiny.clients
+    same = torch.where(one_class.train.labels == one_class.train.labels[0])[0]
+    clients = (
+        dataclasses.replace(one_class, train=one_class.train.part(same)),
+        dataclasses.replace(one_sample, train=one_sample.train.part([0])),
+        dataclasses.replace(no_test, test=no_test.test.part([])),
+        ordinary,
+    )
+    result = short(method, dataclasses.replace(tiny, clients=clients), model, fraction=1.0).run()
+    assert sorted(result.values) == [0, 1, 3]
+    assert not [event for event in result.events if event["kind"] == "error"]
+
+
+@every_method
+def test_a_client_that_cannot_train_weighs_nothing(method: str, tiny: Federation) -> None:
+    """With BatchNorm, one sample makes no batch; the average is that of the others."""
+    others = tiny.clients[:3]
+    single = dataclasses.replace(tiny.clients[3], train=tiny.clients[3].train.part([0]))
+    with_it, without = (
+        run(short(method, dataclasses.replace(tiny, clients=clients), "cnn-small-bn", fraction=1.0))
+        for clients in ((*others, single), others)
+    )
+    if "pooled" not in with_it.method.needs:  # the union has one sample more
+        assert_same(with_it.server, without.server)
+
+
+@every_method
+def test_dropped_and_late_clients(method: str, tiny: Federation) -> None:
+    """The round goes on with those that answer, and the record says who did not."""
+    settings = {"dropout": 0.3, "stragglers": 0.5, "slowdown": 100.0, "deadline": 1.0, "rounds": 4, "fraction": 1.0}
+    result = short(method, tiny, **settings, seed=3).run()
+    kinds = {event["kind"] for event in result.events}
+    assert kinds <= {"dropped", "late"}
+    if "pooled" not in registry.make(method, {}).needs:
+        assert kinds == {"dropped", "late"}
+    assert result.state == "complete"
+
+
+@every_method
+def test_learns(method: str) -> None:
+    """Ten classes, so chance is a tenth."""
+    experiment = Experiment(
+        method, "digits", "mlp", clients=4, rounds=4, local={"lr": 0.1, "batch_size": 32, "epochs": 2}, eval_every=0
+    )
+    assert experiment.run().metrics["personal/local-test"] > 0.6
+
+
+def _reductions() -> list[Any]:
+    found = registry.methods().items()
+    return [pytest.param(name, r, id=f"{name}-{r.settings}-{r.other}") for name, cls in found for r in cls.reduces_to]
+
+
+@pytest.mark.parametrize(("method", "reduction"), _reductions())
+@every_model
+def test_declared_identities(method: str, reduction: Any, model: str, tiny: Federation) -> None:
+    """With these settings the personal models are those of the other method, bit for bit."""
+    plain = {"rounds": 3, "fraction": 1.0, "keep_optimizer": False}
+    one = short(method, tiny, model, hyper=reduction.settings, **plain)
+    two = short(reduction.other, tiny, model, hyper=reduction.other_settings, **plain)
+    one_result, two_result = one.run(), two.run()
+    for client in range(len(tiny.clients)):
+        assert_same(one.model(client).state_dict(), two.model(client).state_dict())
+    assert one_result.values == two_result.values
+
+
+@every_method
+def test_docstring_teaches(method: str) -> None:
+    """One line with the paper, a runnable example, and what differs from the paper."""
+    cls = type(registry.make(method, {}))
+    text = inspect.getdoc(cls) or ""
+    assert "Deviations from the paper" in text
+    assert ">>>" in text
+    assert method.endswith("+ft") or registry.describe(method)[0]["paper"]
+
+
+@every_method
+def test_personal_model_is_the_one_that_was_judged(method: str, tiny: Federation) -> None:
+    """Save, load, same accuracy: the model handed out gives the accuracy that the run reports."""
+    experiment = short(method, tiny)
+    result = experiment.run()
+    client: ClientData = tiny.clients[2]
+    x, y = client.test.take()
+    with torch.no_grad():
+        right = (experiment.model(2)(x).argmax(1) == y).double().mean().item()
+    assert right == pytest.approx(result.values[2], abs=1e-12)
