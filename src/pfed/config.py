@@ -48,6 +48,9 @@ class SplitOptions:
     )
     test_fraction: float = option(0.2, "test share where the data have no test split", gt=0, lt=1)
     validation: float = option(0.0, "share of each client's training data kept for validation", ge=0, lt=1)
+    image_size: int | None = option(None, "own images: resized to this many pixels, square", ge=1)
+    label_column: str = option("label", "own CSV file: the column with the class")
+    client_column: str | None = option(None, "own CSV file: the column with the client [client, if there is one]")
     public: float = option(0.0, "share of the training data taken out as a common public set", ge=0, lt=1)
 
 

@@ -220,7 +220,7 @@ def _federation(data: Any, opts: RunOptions) -> Federation:
 
     if isinstance(data, str):
         own = data not in SOURCES and Path(data).exists()
-        data = user.open_user(data, seed=opts.seed) if own else sources.load(data)
+        data = _open(data, opts) if own else sources.load(data)
     elif not isinstance(data, (Dataset, Federation)):
         data = user.federation(data, test_fraction=opts.test_fraction, seed=opts.seed)
     federation: Federation = federate(data, opts, opts.seed) if isinstance(data, Dataset) else data
@@ -234,6 +234,19 @@ def _federation(data: Any, opts: RunOptions) -> Federation:
         samples = dataclasses.replace(Samples.of(outside.x, outside.y), mean=outside.mean, std=outside.std)
         federation = dataclasses.replace(federation, external=samples)
     return federation
+
+
+def _open(path: str, opts: RunOptions) -> Dataset | Federation:
+    from pfed.data.user import open_user
+
+    return open_user(
+        path,
+        label=opts.label_column,
+        client=opts.client_column,
+        image_size=opts.image_size,
+        test_fraction=opts.test_fraction,
+        seed=opts.seed,
+    )
 
 
 def _makers(

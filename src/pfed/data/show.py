@@ -105,7 +105,7 @@ def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts) -> al
 
     rows, columns = distinct(names), distinct(classes)
     down, across = min(14.0, max(1.0, 600 / len(rows))), min(14.0, max(1.0, 280 / len(columns)))  # pixels per cell
-    named: dict[str, Any] = {"ticks": False, "domain": False, "labelLimit": 110}
+    named: dict[str, Any] = {"ticks": False, "domain": False, "labelLimit": 100}
     bare: dict[str, Any] = {"ticks": False, "domain": False, "labels": False}
     y_axis = alt.Axis(title=None, **named) if down > 9 else alt.Axis(title=f"{len(rows):,} clients", **bare)
     level = 0 if max(map(len, columns)) <= 2 else -90
@@ -126,10 +126,18 @@ def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts) -> al
         title="samples", symbolType="square", symbolFillColor=HUE, symbolStrokeWidth=0, tickCount=4, format="~s"
     )
     opacity = alt.Opacity("samples:Q").scale(type="sqrt", domainMin=0, range=[0, 1]).legend(legend)
-    map_ = alt.Chart(alt.Data.from_dict({"values": cells}, validate=False)).mark_rect(color=HUE).encode(x=x, y=y, opacity=opacity)
+    map_ = (
+        alt.Chart(alt.Data.from_dict({"values": cells}, validate=False))
+        .mark_rect(color=HUE)
+        .encode(x=x, y=y, opacity=opacity)
+    )
     sizes = [{"client": row, "samples": sum(line)} for row, line in zip(rows, counts, strict=True)]
     total = alt.X("samples:Q").title("samples").axis(tickCount=2, format="~s", grid=False)
-    bars = alt.Chart(alt.Data.from_dict({"values": sizes}, validate=False)).mark_bar(color="#888888").encode(x=total, y=y.axis(None))
+    bars = (
+        alt.Chart(alt.Data.from_dict({"values": sizes}, validate=False))
+        .mark_bar(color="#888888")
+        .encode(x=total, y=y.axis(None))
+    )
     height = down * len(rows)
     return alt.hconcat(
         map_.properties(width=across * len(columns), height=height), bars.properties(width=50, height=height)

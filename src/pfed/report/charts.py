@@ -16,9 +16,11 @@ from pfed.report.markup import Html
 from pfed.report.numbers import Row
 
 WIDTH, HEIGHT = 260, 170
+FONT = "Arial, Helvetica, sans-serif"  # as wide on most machines as where the chart is laid out
 INK = "currentColor"  # follows the page from light to dark
 UP, DOWN = "#4c8bd6", "#e08214"  # a gain, a loss: blue and orange are told apart by all eyes
 PALETTE = ("#4c8bd6", "#e08214", "#2ca25f", "#c25fb0", "#d9534f", "#17a2b8", "#96785f", "#7f7fd5", "#a09a2b", "#808890")
+DASHES = ([8, 4], [4, 4], [2, 4], [8, 3, 2, 3])
 NAMED, BARS, CELLS = 30, 200, 6000  # clients with names; clients with a bar each; cells of the heat map
 
 
@@ -38,7 +40,11 @@ def svg(chart: alt.Chart | alt.LayerChart | alt.HConcatChart, label: str) -> Htm
     view = {"stroke": None}
     config = {"axis": axis, "legend": line, "title": title, "view": view, "background": "transparent", "aria": False}
     text = io.StringIO()
-    chart.properties(config=alt.Config.from_dict({"padding": 2, **config})).save(text, format="svg")
+    chart.properties(
+        config=alt.Config.from_dict(
+            {"padding": {"left": 14, "right": 8, "top": 2, "bottom": 2}, "font": FONT, **config}
+        )
+    ).save(text, format="svg")
     drawn = re.sub(r"^<svg[^>]*?(?= width=)", f'<svg role="img" aria-label="{escape(label)}"', text.getvalue())
     return Html(re.sub(r'(<path [^>]*?d=")([^"]*)', _rounded, drawn))
 
@@ -74,14 +80,11 @@ def traffic(rows: Sequence[Row], direction: str, methods: Sequence[str]) -> Html
     """Bytes of all clients in each round, "up" or "down"."""
     y = alt.Y(f"{direction}:Q").title(f"bytes {direction}").axis(tickCount=5, labelExpr=_BYTES)
     # Methods often send the same: dashes let the lines below show.
-    dash = alt.StrokeDash("method:N").scale(
-        range=[[1, 0], [7, 5], [4, 4], [2, 5]], domain=list(map(printable, methods))
-    )
+    dashes = [DASHES[i % len(DASHES)] if i else [1, 0] for i in range(len(methods))]
+    dash = alt.StrokeDash("method:N").scale(domain=list(map(printable, methods)), range=dashes).legend(None)
     few = len({row["round"] for row in rows}) <= 2 and {"size": 16}
     chart = (
-        _chart(rows)
-        .mark_line(point=few)
-        .encode(x=_across("round"), y=y, color=_color(rows, methods), strokeDash=dash.legend(None))
+        _chart(rows).mark_line(point=few).encode(x=_across("round"), y=y, color=_color(rows, methods), strokeDash=dash)
     )
     return svg(chart.properties(width=WIDTH, height=HEIGHT), f"Bytes {direction} by round and method")
 
@@ -92,12 +95,14 @@ def gains(method: str, values: Mapping[str, float], span: tuple[float, float]) -
     `span` is common to all methods, so that their charts can be compared.
     """
     ranked = sorted(values.items(), key=lambda item: -item[1])
-    rows: list[Row] = [{"client": printable(name), "gain": gain, "rank": rank} for rank, (name, gain) in enumerate(ranked)]
+    rows: list[Row] = [
+        {"client": printable(name), "gain": gain, "rank": rank} for rank, (name, gain) in enumerate(ranked)
+    ]
     scale = alt.Scale(domain=list(span), nice=True)
     color = alt.condition("datum.gain < 0", alt.value(DOWN), alt.value(UP))
     if len(rows) <= NAMED:
         x = alt.X("gain:Q").scale(scale).title("points over Local").axis(tickCount=5)
-        y = alt.Y("client:N").sort([row["client"] for row in rows]).title(None).axis(labelLimit=110, domain=False)
+        y = alt.Y("client:N").sort([row["client"] for row in rows]).title(None).axis(labelLimit=100, domain=False)
         chart = (
             _chart(rows).mark_bar().encode(x=x, y=y, color=color).properties(width=WIDTH - 60, height=14 * len(rows))
         )

@@ -135,16 +135,17 @@ def gains(comparison: Comparison) -> dict[str, dict[str, float]]:
 
 
 def events(results: Sequence[Result]) -> list[Row]:
-    """Failures and notes, those of one kind and text together, the most frequent first."""
-    rows: dict[tuple[str, str, str], Row] = {}
+    """Failures and notes, those of one kind and text together; what happened to clients first, and what was frequent."""
+    found: dict[tuple[str, str], Row] = {}
     for result in results:
         names = {row["client"]: row["name"] for row in result.clients}
         for event in result.events:
-            key = (result.run, event["kind"], event["text"])
-            row = rows.setdefault(key, {"times": 0, "rounds": set(), "clients": {}})
+            empty: Row = {"times": 0, "rounds": set(), "clients": set(), "runs": set()}
+            row = found.setdefault((event["kind"], event["text"]), empty)
             row["times"] += 1
             row["rounds"].add(event["round"])
+            row["runs"].add(result.run)
             if event["client"] != POOLED:
-                row["clients"][event["client"]] = names.get(event["client"], str(event["client"]))
-    listed = [{"run": run, "kind": kind, "text": text, **row} for (run, kind, text), row in rows.items()]
-    return sorted(listed, key=lambda row: -row["times"])
+                row["clients"].add(names.get(event["client"], str(event["client"])))
+    rows = [{"kind": kind, "text": text, **row} for (kind, text), row in found.items()]
+    return sorted(rows, key=lambda row: (not row["clients"], -row["times"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import resources
 from typing import Any
 
@@ -69,7 +69,7 @@ def _group(group: Sequence[Result], methods: Sequence[str]) -> list[Html]:
         parts += [tag("p", _verdict(rows)), _comparison(rows), tag("p", _meaning(measured), class_="soft")]
         parts += [tag("p", sentence) for sentence in _mixed(measured)]
         parts += [tag("h3", "Does federating help?"), *_gains(comparison)]
-        parts += [tag("h3", "Accuracy on the way"), _curves(measured, methods)]
+        parts += [tag("h3", "Accuracy over rounds and bytes"), _curves(measured, methods)]
     if any(result.rounds for result in group):
         parts += [tag("h3", "What is sent"), _traffic(group, methods)]
     return [*parts, tag("h3", "The clients' data"), *_clients(group)]
@@ -104,9 +104,9 @@ def _comparison(rows: Sequence[dict[str, Any]]) -> Html:
     ]
     body = []
     for row in rows:
-        numbers = [_spread(row[key]) for key in ("mean", "worst", *(key for key, _ in extra))]
+        cells = [_spread(row[key]) for key in ("mean", "worst", *(key for key, _ in extra))]
         gain = _spread(row["gain"], sign=True) if _gained(row) else "–"
-        body.append([row["method"], *numbers, gain, bytes_text(row["bytes"]), f"{row['seconds']:.1f} s"])
+        body.append([row["method"], *cells, gain, bytes_text(row["bytes"]), f"{row['seconds']:.1f} s"])
     return table(header, body)
 
 
@@ -192,14 +192,17 @@ def _events(results: Sequence[Result]) -> Html:
         return tag("p", "No client failed or dropped out, and there are no notes.")
     rows = []
     for event in events[:EVENTS]:
-        names = sorted(event["clients"].values())
-        who = ", ".join(names) if len(names) <= 3 else f"{len(names)} clients"
         first, last = min(event["rounds"]), max(event["rounds"])
         when = str(first) if first == last else f"{first} to {last}"
-        rows.append([event["kind"], event["text"], str(event["times"]), when, who or "–", event["run"]])
+        who, where = _few(event["clients"], "clients"), _few(event["runs"], "runs")
+        rows.append([event["kind"], event["text"], f"{event['times']:,}", when, who, where])
     more = len(events) - len(rows)
-    listed = table(["kind", "what", "times", "rounds", "clients", "run"], rows, "words")
+    listed = table(["kind", "what", "times", "rounds", "clients", "runs"], rows, "words")
     return join([listed, tag("p", f"… and {more:,} more.")] if more else [listed])
+
+
+def _few(names: Collection[str], what: str) -> str:
+    return f"{len(names):,} {what}" if len(names) > 3 else ", ".join(sorted(names)) or "–"
 
 
 def _settings(results: Sequence[Result]) -> list[Html]:

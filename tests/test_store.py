@@ -1,0 +1,466 @@
+"""Where runs live: checkpoints that are whole or not there, segments of client states, locks and the record."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pfed import store
+from pfed.cohort import Ledger
+from pfed.engines.base import POOLED, Failure
+from pfed.errors import RunError, UserError
+from pfed.evaluate import Evaluation
+from pfed.record import SCHEMA, Record
+from pfed.store import Checkpoint, ClientStates, Store
+from pfed.tensors import Tensors
+
+CHECKPOINTS, SEGMENTS = "checkpoint-*", "states-*"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "runs" / "fedrep-digits-s0-1"
+    path.mkdir(parents=True)
+    return path
+
+
+@pytest.fixture
+def opened(folder: Path) -> Iterator[Store]:
+    with closing(Store(folder)) as opened:
+        yield opened
+
+
+def names(folder: Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+def advance(opened: Store, round: int, *clients: int, versions: dict[int, int] | None = None) -> dict[int, int]:
+    """A round in which these clients train and make a version, and its checkpoint."""
+    versions = dict(versions or {})
+    for client in clients:
+        opened.states.save(client, round, {"kept": Tensors(w=torch.full((3,), 100.0 * client + round))})
+        versions[client] = round
+    server = {"params": Tensors(w=torch.full((2,), float(round))), "n": round}
+    opened.save(Checkpoint(round, 10 * round, server, versions))
+    return versions
+
+
+def restored(folder: Path) -> tuple[int, dict[int, float]] | None:
+    """The round of the newest whole checkpoint and a number from each client's state in it."""
+    with closing(Store(folder)) as opened:
+        found = opened.restore()
+        if found is None:
+            return None
+        assert found.calls == 10 * found.round
+        assert found.server["params"]["w"].tolist() == [found.round] * 2
+        states = {c: opened.states.load(c, v)["kept"]["w"][0].item() for c, v in found.versions.items()}
+        return found.round, states
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Turn one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def damaged_events(folder: Path) -> list[tuple[int, str]]:
+    with closing(Record(folder / "record.sqlite", readonly=True)) as record:
+        return [(e["round"], e["text"]) for e in record.events() if e["kind"] == "damaged checkpoint"]
+
+
+def test_a_checkpoint_comes_back(folder: Path, opened: Store) -> None:
+    """Server, versions and the states that they name; ids of clients stay numbers."""
+    advance(opened, 1, 0, 7)
+    opened.close()
+    assert restored(folder) == (1, {0: 1.0, 7: 701.0})
+
+
+def test_nothing_to_restore_in_a_new_folder(folder: Path) -> None:
+    assert restored(folder) is None
+
+
+def test_a_server_without_clients_comes_back(folder: Path, opened: Store) -> None:
+    advance(opened, 3)
+    opened.close()
+    assert restored(folder) == (3, {})
+    assert names(folder, SEGMENTS) == []
+
+
+def test_only_two_checkpoints_are_kept(folder: Path, opened: Store) -> None:
+    for round in range(1, 6):
+        advance(opened, round, 0)
+    assert names(folder, CHECKPOINTS) == ["checkpoint-000004", "checkpoint-000005"]
+    assert names(folder, SEGMENTS) == ["states-000004", "states-000005"]
+
+
+def test_a_state_that_does_not_change_is_written_once(folder: Path, opened: Store) -> None:
+    """Client 9 trains in round 1 only: its segment stays as long as a checkpoint names it."""
+    versions = advance(opened, 1, 0, 9)
+    for round in range(2, 6):
+        versions = advance(opened, round, 0, versions=versions)
+    assert names(folder, SEGMENTS) == ["states-000001", "states-000004", "states-000005"]
+    opened.close()
+    assert restored(folder) == (5, {0: 5.0, 9: 901.0})
+
+
+def test_segments_that_no_checkpoint_names_are_deleted(folder: Path, opened: Store) -> None:
+    """As a process leaves one that dies between writing the states and the checkpoint."""
+    versions = advance(opened, 1, 0)
+    (folder / "states-000077").write_bytes(b"of a round that never got its checkpoint")
+    advance(opened, 2, 0, versions=versions)
+    assert names(folder, SEGMENTS) == ["states-000001", "states-000002"]
+
+
+def test_a_restored_store_writes_only_what_changes(folder: Path, opened: Store) -> None:
+    versions = advance(opened, 1, 0, 1)
+    opened.close()
+    with closing(Store(folder)) as again:
+        assert again.restore() is not None
+        advance(again, 2, 1, versions=versions)
+        assert store._read(folder / "states-000002").keys() == {1}
+    assert restored(folder) == (2, {0: 1.0, 1: 102.0})
+
+
+@pytest.mark.parametrize("at", [0, 31, 32, 200, -1], ids=["checksum", "its end", "header", "middle", "last byte"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: Path, opened: Store, at: int) -> None:
+    """One bit is enough. It is noted in the record."""
+    versions = advance(opened, 1, 0, 1)
+    advance(opened, 2, 0, versions=versions)
+    opened.close()
+    flip(folder / "checkpoint-000002", at)
+    assert restored(folder) == (1, {0: 1.0, 1: 101.0})
+    ((round, text),) = damaged_events(folder)
+    assert round == 2
+    assert "round 2 is damaged" in text
+    assert "checksum" in text
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "gone"])
+@pytest.mark.parametrize("file", ["checkpoint-000002", "states-000002"])
+def test_every_harm_to_every_file_is_noticed(folder: Path, opened: Store, file: str, harm: str) -> None:
+    versions = advance(opened, 1, 0)
+    advance(opened, 2, 0, versions=versions)
+    opened.close()
+    path = folder / file
+    if harm == "flip":
+        flip(path, 100)
+    elif harm == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: 50 if harm == "cut" else 0])
+    assert restored(folder) == (1, {0: 1.0})
+    noted = [round for round, _ in damaged_events(folder)]
+    assert noted == ([] if (file, harm) == ("checkpoint-000002", "gone") else [2])
+
+
+def test_two_damaged_checkpoints_leave_the_beginning(folder: Path, opened: Store) -> None:
+    versions = advance(opened, 1, 0)
+    advance(opened, 2, 0, versions=versions)
+    opened.close()
+    flip(folder / "checkpoint-000001")
+    flip(folder / "checkpoint-000002")
+    assert restored(folder) is None
+    assert sorted(round for round, _ in damaged_events(folder)) == [1, 2]
+
+
+def test_a_damaged_shared_segment_spoils_both_checkpoints(folder: Path, opened: Store) -> None:
+    """Client 9's state of round 1 is part of both."""
+    versions = advance(opened, 1, 0, 9)
+    advance(opened, 2, 0, versions=versions)
+    opened.close()
+    flip(folder / "states-000001")
+    assert restored(folder) is None
+
+
+def test_the_way_on_after_damage_overwrites_what_was_damaged(folder: Path, opened: Store) -> None:
+    """Round 2 is run again and saved under the same names."""
+    versions = advance(opened, 1, 0, 1)
+    advance(opened, 2, 0, versions=versions)
+    opened.close()
+    flip(folder / "states-000002")
+    with closing(Store(folder)) as again:
+        back = again.restore()
+        assert back is not None
+        advance(again, 2, 0, versions=back.versions)
+    assert restored(folder) == (2, {0: 2.0, 1: 101.0})
+    assert names(folder, CHECKPOINTS) == ["checkpoint-000001", "checkpoint-000002"]
+
+
+def test_half_written_files_are_ignored(folder: Path, opened: Store) -> None:
+    """They carry another name until they are whole."""
+    advance(opened, 1, 0)
+    (folder / "checkpoint-000002.tmp").write_bytes(b"half")
+    (folder / "states-000002.tmp").write_bytes(b"half")
+    opened.close()
+    assert restored(folder) == (1, {0: 1.0})
+    assert damaged_events(folder) == []
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_good(
+    folder: Path, opened: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the round, the reason, the last good round and the command that goes on; no rubbish stays."""
+    versions = advance(opened, 1, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.os, "fsync", full_disk)
+        with pytest.raises(RunError) as caught:
+            advance(opened, 2, 0, versions=versions)
+    assert str(caught.value) == (
+        "The checkpoint of round 2 can't be written: No space left on device. The last good one is of round 1; "
+        "make room and go on with 'pfed resume fedrep-digits-s0-1'."
+    )
+    assert names(folder, "*.tmp") == []
+    assert names(folder, CHECKPOINTS) == ["checkpoint-000001"]
+    advance(opened, 2, 0, versions=versions)  # there is room again
+    opened.close()
+    assert restored(folder) == (2, {0: 2.0})
+
+
+def test_a_full_disk_between_states_and_checkpoint(
+    folder: Path, opened: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new states are written, the checkpoint is not: the older one still names the older states."""
+    versions = advance(opened, 1, 0)
+    write = store._write
+
+    def only_states(path: Path, tree: Any) -> None:
+        if path.name.startswith("checkpoint"):
+            full_disk()
+        write(path, tree)
+
+    monkeypatch.setattr(store, "_write", only_states)
+    with pytest.raises(RunError, match="The last good one is of round 1"):
+        advance(opened, 2, 0, versions=versions)
+    opened.close()
+    assert restored(folder) == (1, {0: 1.0})
+
+
+def test_a_full_disk_before_any_checkpoint_does_not_name_one(opened: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no good checkpoint of round 0 to go on from."""
+    monkeypatch.setattr(store.os, "fsync", full_disk)
+    with pytest.raises(RunError, match="No space left on device") as caught:
+        advance(opened, 1, 0)
+    assert "The last good one is of round" not in str(caught.value)
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with closing(Store(None)) as opened:
+        advance(opened, 1, 0)
+        assert opened.run == "unsaved"
+        assert opened.restore() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_versions_of_client_states() -> None:
+    """Version 0 is the empty state; what nobody names is forgotten."""
+    states = ClientStates()
+    states.save(4, 1, {"v": 1})
+    states.save(4, 2, {"v": 2})
+    states.save(5, 2, {"v": 3})
+    assert states.load(4, 0) == {}
+    assert states.load(4, 1) == {"v": 1}
+    states.retain({4: 2}, {5: 2})
+    assert states.load(4, 2) == {"v": 2}
+    assert states.load(5, 2) == {"v": 3}
+    with pytest.raises(KeyError):
+        states.load(4, 1)
+
+
+def test_one_process_at_a_time(folder: Path, opened: Store) -> None:
+    assert store.locked(folder)
+    with pytest.raises(UserError, match=r"^Run 'fedrep-digits-s0-1' is in use by another process\.$"):
+        Store(folder)
+    with pytest.raises(UserError, match=r"^Run 'fedrep-digits-s0-1' is running; stop it first\.$"):
+        store.remove(folder)
+    opened.close()
+    assert not store.locked(folder)
+    store.remove(folder)
+    assert not folder.exists()
+
+
+def test_new_runs_take_the_next_free_name(tmp_path: Path) -> None:
+    made = []
+    for _ in range(3):
+        with closing(store.create(tmp_path / "deep" / "runs", "ditto-digits-s0")) as opened:
+            made.append(opened.run)
+    assert made == ["ditto-digits-s0-1", "ditto-digits-s0-2", "ditto-digits-s0-3"]
+
+
+@pytest.mark.parametrize("below", ["file", "file/runs"])
+def test_a_runs_folder_that_cannot_be_written(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(UserError, match=rf"^The runs folder '.*{below}' can't be written: .+\.$"):
+        store.create(tmp_path / below, "x")
+
+
+def test_runs_are_found_by_name_or_by_path(folder: Path, opened: Store) -> None:
+    runs = folder.parent
+    assert store.find(runs, folder.name) == folder
+    assert store.find(runs / "elsewhere", str(folder)) == folder
+    with pytest.raises(
+        UserError, match=r"^There is no run 'fedrep-digits-s0-2'\. Did you mean 'fedrep-digits-s0-1'\?$"
+    ):
+        store.find(runs, "fedrep-digits-s0-2")
+    with pytest.raises(UserError, match=r"^There is no run 'x': '.*elsewhere' has none\.$"):
+        store.find(runs / "elsewhere", "x")
+
+
+def test_a_running_run_without_a_process_is_stopped(folder: Path, opened: Store) -> None:
+    """The record says running until somebody changes it; the lock tells whether it is true."""
+    opened.record.set(state="running", config={"rounds": 9}, method="fedrep", created=1.0)
+    opened.record.add_round(4, 0.1, Ledger(), None)
+    described = store.describe(folder)
+    assert described["state"] == "running"
+    opened.close()
+    described = store.describe(folder)
+    assert {key: described[key] for key in ("run", "method", "state", "round", "rounds")} == {
+        "run": "fedrep-digits-s0-1",
+        "method": "fedrep",
+        "state": "stopped",
+        "round": 4,
+        "rounds": 9,
+    }
+    assert described["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_the_listing_has_the_newest_first(tmp_path: Path) -> None:
+    for created, stem in [(2.0, "b"), (3.0, "a"), (1.0, "c")]:
+        with closing(store.create(tmp_path, stem)) as opened:
+            opened.record.set(created=created)
+    assert [row["run"] for row in store.listing(tmp_path)] == ["a-1", "b-1", "c-1"]
+    assert store.listing(tmp_path / "none") == []
+
+
+def test_a_run_that_died_at_birth_does_not_hide_the_others(tmp_path: Path) -> None:
+    """A process killed before it has written its record leaves an empty file; it is listed, and can be removed."""
+    with closing(store.create(tmp_path, "good")) as opened:
+        opened.record.set(created=1.0, state="complete")
+    (tmp_path / "dead-1").mkdir()
+    (tmp_path / "dead-1" / "record.sqlite").touch()
+    rows = {row["run"]: row["state"] for row in store.listing(tmp_path)}
+    assert rows["good-1"] == "complete"
+    store.remove(tmp_path / "dead-1")
+    assert {row["run"] for row in store.listing(tmp_path)} == {"good-1"}
+
+
+def evaluation(value: float) -> Evaluation:
+    return Evaluation(
+        clients={(0, "personal/local-test"): value, (1, "personal/local-test"): value / 2},
+        overall={"ensemble/new-test": value},
+        correct={(0, "personal/local-test"): torch.tensor([True, False, True])},
+    )
+
+
+def ledger(up: int) -> Ledger:
+    made = Ledger(up={0: up}, down={0: 2 * up, 1: up}, evaluation={1: 5}, participants={0, POOLED}, samples=7)
+    made.logs[0, "loss"] = 0.5
+    made.failures[1] = Failure("dropped", "did not answer (simulated)")
+    return made
+
+
+def contents(record: Record) -> dict[str, Any]:
+    tables = ("facts", "clients", "rounds", "traffic", "metrics", "logs", "samples")
+    rows = {table: sorted(record._db.execute(f"SELECT * FROM {table}").fetchall()) for table in tables}
+    return {**rows, "events": record.events()}
+
+
+def test_the_record_gives_back_what_was_written(tmp_path: Path) -> None:
+    with closing(Record(tmp_path / "record.sqlite")) as record:
+        record.set(state="running", config={"rounds": 2})
+        record.add_clients([(0, "Oslo", 5, 3, [2, 3]), (1, "Rome", 4, 2, [4, 0])])
+        record.add_round(1, 0.25, ledger(10), evaluation(0.5))
+        record.add_round(2, 0.5, ledger(20), evaluation(0.75))
+        assert record.get("config") == {"rounds": 2}
+        assert record.get("nothing", "else") == "else"
+        assert record.clients()[1] == {"client": 1, "name": "Rome", "train": 4, "test": 2, "counts": [4, 0]}
+        assert record.rounds()[0] == {
+            "round": 1,
+            "seconds": 0.25,
+            "simulated": 0.0,
+            "samples": 7,
+            "participants": 1,
+            "bytes_up": 10,
+            "bytes_down": 30,
+            "bytes_eval": 5,
+        }
+        assert record.series("personal/local-test") == [(1, {0: 0.5, 1: 0.25}), (2, {0: 0.75, 1: 0.375})]
+        assert record.series("ensemble/new-test") == [(1, {POOLED: 0.5}), (2, {POOLED: 0.75})]
+        assert record.metric_names() == ["ensemble/new-test", "personal/local-test"]
+        assert record.logs() == [(1, 0, "loss", 0.5), (2, 0, "loss", 0.5)]
+        assert record.correct("personal/local-test") == {0: b"\x01\x00\x01"}
+        assert record.traffic() == {0: (30, 60), 1: (0, 30)}
+        assert [(e["round"], e["client"], e["kind"]) for e in record.events()] == [(1, 1, "dropped"), (2, 1, "dropped")]
+
+
+def test_a_round_written_twice_is_there_once(tmp_path: Path) -> None:
+    """Rows are known by round, client and metric, so a round that is run again changes nothing."""
+    with closing(Record(tmp_path / "record.sqlite")) as record:
+        record.add_round(1, 0.25, ledger(10), evaluation(0.5))
+        before = contents(record)
+        record.add_round(1, 0.25, ledger(10), evaluation(0.5))
+        assert contents(record) == before
+
+
+def test_rounds_after_a_checkpoint_are_forgotten(tmp_path: Path) -> None:
+    with closing(Record(tmp_path / "record.sqlite")) as record:
+        for round in range(4):
+            record.add_round(round, 0.25, ledger(10), evaluation(0.5))
+        record.forget_after(1)
+        assert [row["round"] for row in record.rounds()] == [0, 1]
+        assert [round for round, _ in record.series("personal/local-test")] == [0, 1]
+        assert [round for round, *_ in record.logs()] == [0, 1]
+        assert record.traffic() == {0: (20, 40), 1: (0, 20)}
+        record.forget_after(-1)
+        assert record.rounds() == []
+
+
+def test_a_round_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """The second part of a round fails: the first must not stay."""
+    with closing(Record(tmp_path / "record.sqlite")) as record:
+        before = contents(record)
+        bad = evaluation(0.5)
+        bad.clients[2, "personal/local-test"] = object()  # type: ignore[assignment]
+        with pytest.raises(sqlite3.Error):
+            record.add_round(1, 0.25, ledger(10), bad)
+        assert contents(record) == before
+
+
+def test_a_record_of_a_later_pfed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "record.sqlite"
+    Record(path).close()
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA,)
+        db.execute(f"PRAGMA user_version = {SCHEMA + 1}")
+    for readonly in (True, False):
+        with pytest.raises(UserError, match=rf"has record version {SCHEMA + 1}, this pfed reads up to {SCHEMA}\.$"):
+            Record(path, readonly=readonly)
+
+
+def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "record.sqlite"
+    path.write_text(json.dumps({"not": "a database"}) * 100)
+    for readonly in (True, False):
+        with pytest.raises(RunError, match=r"record\.sqlite can't be opened: file is not a database\.$"):
+            Record(path, readonly=readonly)
+
+
+def test_reading_a_record_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "record.sqlite"
+    Record(path).close()
+    with closing(Record(path, readonly=True)) as record, pytest.raises(sqlite3.OperationalError, match="readonly"):
+        record.set(state="changed")
