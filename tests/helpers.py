@@ -34,22 +34,22 @@ def blobs(sizes: Iterable[int]) -> Federation:
     return federation(*((x.tolist(), y.tolist()) for x, y in draws), classes=3)
 
 
-def mlp(dropout: float = 0.0) -> nn.Module:
+def mlp() -> nn.Module:
     """4 inputs, 5 hidden units, 3 classes. Pass the function itself as a model, so that the run's seed draws it."""
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(dropout), nn.Linear(5, 3))
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 class Residual(nn.Module):
     """A residual model with two BatchNorm layers, one of them without "bn" in its name, as in torchvision's ResNets."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.fc1, self.bn1 = nn.Linear(4, 5), nn.BatchNorm1d(5)
         self.downsample = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
-        self.fc = nn.Linear(5, 3)
+        self.dropout, self.fc = nn.Dropout(dropout), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc(torch.relu(self.bn1(self.fc1(x)) + self.downsample(x)))
+        out: Tensor = self.fc(self.dropout(torch.relu(self.bn1(self.fc1(x)) + self.downsample(x))))
         return out
 
 
@@ -127,10 +127,25 @@ def initial(model: Callable[[], nn.Module] = mlp, seed: int = 0) -> Tensors:
     return anatomy.tensors(Spec(model, classes=3, shape=(4,), seed=seed).base())
 
 
-def same(a: object, b: object) -> bool:
-    """Whether two trees of states have the same names and, bit for bit, the same values."""
+def differences(a: object, b: object, path: str = "") -> Iterator[str]:
+    """Where two trees of states differ: in a name, or in any bit of a value."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(value, b[name]) for name, value in a.items())
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return a == b
+        yield from (f"{path}/{name}" for name in a.keys() ^ b.keys())
+        for name in a.keys() & b.keys():
+            yield from differences(a[name], b[name], f"{path}/{name}")
+    elif isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype or not torch.equal(a, b):
+            yield path
+    elif a != b:
+        yield path
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two trees of states hold the same bits."""
+    return not any(True for _ in differences(a, b))
+
+
+def assert_same(a: object, b: object) -> None:
+    """That they do; if not, it says where."""
+    if found := sorted(differences(a, b)):
+        raise AssertionError(f"{len(found)} values differ: {', '.join(found[:5])}")

@@ -156,6 +156,11 @@ def test_a_head_that_is_set_or_replaced_later_is_the_head() -> None:
     assert anatomy.head_name(bigger) == "top.2"
     bigger.extra = nn.Linear(3, 2)
     assert anatomy.head_name(bigger) == "extra"
+    renamed = nn.ModuleDict({"fc": nn.Linear(1, 2), "old": nn.Linear(2, 3)})
+    assert anatomy.head_name(renamed) == "old"
+    renamed["fc2"] = renamed.pop("old")
+    assert anatomy.head_name(renamed) == "fc2"
+    assert HEAD.names(anatomy.set_head(renamed, "fc")) == {"fc.weight", "fc.bias"}
 
 
 def test_parts_made_anew_do_not_pile_up() -> None:
@@ -243,6 +248,8 @@ def test_groups_of_other_models() -> None:
     assert blocks(timm)["conv_head"].names(timm) == anatomy.names_under(timm, "conv_head") | anatomy.names_under(
         timm, "bn2"
     )
+    apart = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(3))
+    assert list(layers(apart, joint_bn=True)) == ["0", "1"]  # the BatchNorm has another width, so it follows another
     small = model_of("cnn-small-bn", 8)
     assert list(blocks(small)) == list(stages(small)) == ["conv1", "conv2", "fc1", "fc"]
     assert list(layers(small)) == ["conv1", "bn1", "conv2", "bn2", "fc1", "fc2"]

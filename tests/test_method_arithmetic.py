@@ -249,8 +249,8 @@ class Normed(nn.Module):
     - Client 1 has x = 2 and x = 10, three of each, all with y = 1: mean 6, variance 16 (19.2 without bias), x̂ likewise.
 
     At x̂ = -1 p = (3/4, 1/4), at x̂ = 1 p = (1/4, 3/4). So e = p - onehot(y) is (3/4, -3/4) and (-3/4, 3/4) in client 0,
-    (3/4, -3/4) and (1/4, -1/4) in client 1. The gradients are the batch means of (e·h) x̂ for gamma, of e·h for beta and of
-    e x̂ for h (as beta is 0): (3/4 ln 3; 0; -3/4, 3/4) in client 0, (1/4 ln 3; -1/2 ln 3; -1/4, 1/4) in client 1.
+    (3/4, -3/4) and (1/4, -1/4) in client 1. The gradients are the batch means of (e·h) x̂ for gamma, of e·h for beta and
+    (as beta is 0) of e x̂ for h: (3/4 ln 3; 0; -3/4, 3/4) in client 0, (1/4 ln 3; -1/2 ln 3; -1/4, 1/4) in client 1.
 
     Running statistics move by a tenth from (0, 1) to the batch's mean and its variance without bias: to (0.1, 1.7) and
     (0.6, 2.82) in the first step and, where they stay at the client, to (0.19, 2.33) and (1.14, 4.458) in the second.

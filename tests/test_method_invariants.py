@@ -1,31 +1,31 @@
 """What must hold whatever the data: methods that reduce to others, switches that are off, things that never change.
 
-Equality is bit for bit unless a test says otherwise.
+Equality is bit for bit unless a test says otherwise. Where nothing else is said, the model has dropout and
+BatchNorm, the optimiser Nesterov momentum and weight decay, and half of the clients take part in a round.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Residual, Run, blobs, initial, mlp, run, same
+from helpers import Residual, Run, assert_same, blobs, initial, mlp, run, same
 from torch import Tensor, nn
 
 from pfed import Experiment, Federation, Tensors, UserError, anatomy
-from pfed.cohort import Cohort
-from pfed.method import Method
 from pfed.pool import Pool
 from pfed.runner import Runner
 from pfed.sgd import SGD
 from pfed.tasks import task
 
-SIZES = (7, 12, 5, 9)  # with batches of 4, some are incomplete and one is a single sample
+DATA = blobs((7, 12, 5, 9))  # in batches of 4 some are incomplete, and two are single samples
+CLIENTS = range(4)
+NOISY = functools.partial(Residual, dropout=0.3)
 LOCAL = {"lr": 0.2, "batch_size": 4, "epochs": 2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
-METHODS: dict[str, dict[str, Any]] = {
+HYPER: dict[str, dict[str, Any]] = {
     "local": {},
     "all": {},
     "fedavg": {},
@@ -38,94 +38,76 @@ METHODS: dict[str, dict[str, Any]] = {
     "ditto": {},
     "fedavg+ft": {"ft_epochs": 2},
 }
+HEAD, BACKBONE = anatomy.HEAD.names(Residual()), anatomy.BACKBONE.names(Residual())
+ALL = anatomy.params(Residual()).keys()  # all that may travel
+NORM = {name for name in ALL if name.startswith(("bn1.", "downsample.1."))}
 
-every_method = pytest.mark.parametrize("method", METHODS)
-every_model = pytest.mark.parametrize(
-    "model", [functools.partial(mlp, dropout=0.3), Residual], ids=["dropout", "batchnorm"]
-)
-
-
-@pytest.fixture(scope="module")
-def data() -> Federation:
-    return blobs(SIZES)
+every_method = pytest.mark.parametrize("method", HYPER)
 
 
-def go(method: str, data: Federation, model: Any = Residual, hyper: Any = None, **options: Any) -> Run:
-    """Three rounds with half of the clients each, unless the options say otherwise."""
-    return run(method, data, model, hyper=hyper, **{"rounds": 3, "fraction": 0.5, "local": LOCAL, **options})
+def go(method: str, hyper: Any = None, model: Any = NOISY, data: Federation = DATA, **options: Any) -> Run:
+    """Three rounds with half of the clients each, judged at the end, unless the options say otherwise."""
+    defaults = {"rounds": 3, "fraction": 0.5, "local": LOCAL, "eval_every": 0}
+    return run(method, data, model, hyper=HYPER.get(method) if hyper is None else hyper, **{**defaults, **options})
 
 
-def norm_names(tensors: Any) -> set[str]:
-    return {name for name in tensors if name.startswith(("bn1.", "downsample.1."))}
-
-
-def distance(a: Tensors, b: Tensors) -> float:
-    names = [name for name, tensor in a.items() if tensor.is_floating_point()]
-    return float((Tensors(a).only(names) - Tensors(b).only(names)).sqnorm().sqrt())
-
-
-# All methods
+def sent(done: Run) -> set[str]:
+    """The names of all tensors that were in any message."""
+    return {name for message in done.messages for name in message.names}
 
 
 @every_method
-def test_no_round_is_the_initial_model(method: str, data: Federation) -> None:
-    """T = 0: server and clients hold the model that the run's seed draws, and nobody was asked for anything."""
-    hyper = {"ft_epochs": 0} if method.endswith("+ft") else METHODS[method]
-    done = go(method, data, hyper=hyper, rounds=0)
-    start = initial(Residual)
-    assert all(same(tensors, start.only(tensors)) for tensors in done.server.values())
-    assert all(same(done.personal[client], start) for client in range(len(SIZES)))
+def test_no_round_is_the_initial_model(method: str) -> None:
+    """T = 0: server and clients hold the model that the run's seed draws, and nobody sent anything."""
+    done = go(method, {"ft_epochs": 0} if method == "fedavg+ft" else None, rounds=0)
+    start = initial(NOISY)
+    assert_same(done.server, {name: start.only(tensors) for name, tensors in done.server.items()})
+    assert_same(done.personal, dict.fromkeys(CLIENTS, start))
     assert done.result.bytes_up == 0
 
 
 @every_method
-def test_no_epoch_changes_nothing(method: str, data: Federation) -> None:
-    """E = 0: everybody takes part, nothing moves; so the weights of the mean sum to 1."""
-    hyper = {"fedrep": {"head_epochs": 0, "body_epochs": 0}, "fedavg+ft": {"ft_epochs": 0}}.get(method, METHODS[method])
-    done = go(method, data, hyper=hyper, local={"epochs": 0}, fraction=1.0)
-    start = initial(Residual)
+def test_no_epoch_changes_nothing(method: str) -> None:
+    """E = 0: all take part and nothing moves. So the weights of the mean sum to 1."""
+    none = {"fedrep": {"head_epochs": 0, "body_epochs": 0}, "fedavg+ft": {"ft_epochs": 0}}
+    done = go(method, none.get(method), local={"epochs": 0}, fraction=1.0)
+    start = initial(NOISY)
     assert done.messages
-    assert all(same(tensors, start.only(tensors)) for tensors in done.server.values())
-    assert all(same(done.personal[client], start) for client in range(len(SIZES)))
+    assert_same(done.server, {name: start.only(tensors) for name, tensors in done.server.items()})
+    assert_same(done.personal, dict.fromkeys(CLIENTS, start))
 
 
 @every_method
 def test_one_client(method: str) -> None:
-    """N = 1: the run goes through, and the client's model has learned something."""
-    done = go(method, blobs([12]), hyper=METHODS[method])
+    """N = 1: the run goes through, and the client's model is not the initial one."""
+    done = go(method, data=blobs([12]))
     assert done.result.state == "complete"
-    assert not same(done.personal[0], initial(Residual))
+    assert not same(done.personal[0], initial(NOISY))
 
 
 @every_method
-@every_model
-def test_a_seed_gives_one_result(method: str, model: Any, data: Federation) -> None:
-    """The same seed gives the same bits, another seed others; dropout and batches are drawn by the seed, too."""
-    quiet = pytest.warns(UserWarning, match="no BatchNorm") if _warns(method, model) else _silence()
-    with quiet:
-        one, again, other = (go(method, data, model, METHODS[method], seed=seed) for seed in (1, 1, 2))
-    assert same(one.server, again.server)
-    assert same(one.states, again.states)
+def test_a_seed_gives_one_result(method: str) -> None:
+    """The same seed gives the same bits, another seed others."""
+    one, again, other = (go(method, seed=seed) for seed in (1, 1, 2))
+    assert_same(one.server, again.server)
+    assert_same(one.states, again.states)
     assert one.result.metrics == again.result.metrics
     assert not same(one.personal, other.personal)
 
 
 @pytest.mark.parametrize("method", ["fedrep", "ditto"])
-@every_model
-def test_serial_and_debug_agree(method: str, model: Any, data: Federation) -> None:
+def test_serial_and_debug_agree(method: str) -> None:
     """Sending everything through bytes changes no bit."""
-    serial, debug = (go(method, data, model, METHODS[method], engine=engine) for engine in ("serial", "debug"))
-    assert same(serial.server, debug.server)
-    assert same(serial.states, debug.states)
+    serial, debug = (go(method, engine=engine) for engine in ("serial", "debug"))
+    assert_same(serial.server, debug.server)
+    assert_same(serial.states, debug.states)
 
 
-@every_method
-def test_unsampled_clients_are_untouched(method: str, data: Federation) -> None:
-    """The state of a client that is not chosen in round 3 is that after round 2."""
-    if method in ("all", "fedavg+ft"):
-        pytest.skip("all: no clients take part; +ft: all of them do at the end")
-    hyper = {"matched_participation": True} if method == "local" else METHODS[method]
-    before, after = (go(method, data, hyper=hyper, rounds=rounds) for rounds in (2, 3))
+@pytest.mark.parametrize("method", [method for method in HYPER if method not in ("all", "fedavg+ft")])
+def test_unsampled_clients_are_untouched(method: str) -> None:
+    """A client that is not chosen in round 3 has afterwards the state that it had after round 2."""
+    hyper = {"matched_participation": True} if method == "local" else None
+    before, after = (go(method, hyper, rounds=rounds) for rounds in (2, 3))
     chosen = {message.client for message in after.messages if message.round == 3}
     idle = before.states.keys() - chosen
     assert len(chosen) == 2
@@ -134,36 +116,23 @@ def test_unsampled_clients_are_untouched(method: str, data: Federation) -> None:
     assert not any(same(before.states.get(client), after.states[client]) for client in chosen)
 
 
-def _warns(method: str, model: Any) -> bool:
-    return method in ("fedbn", "silobn") and model is not Residual
-
-
-def _silence() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
-# FedAvg
-
-
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", [False, True], ids=["fresh", "kept"])
 def test_fedavg_with_one_client_is_sequential_sgd(keep: bool) -> None:
-    """One client: torch's own SGD on the same batches, its momentum forgotten after each round unless it is kept."""
-    data, rounds = blobs([11]), 3
-    experiment = Experiment("fedavg", data, Residual, rounds=rounds, local=LOCAL)
+    """torch's own SGD on the same batches; its momentum is forgotten after each round unless the run keeps it."""
+    data = blobs([11])
+    experiment = Experiment("fedavg", data, Residual, rounds=3, local=LOCAL)
+    runner = Runner(experiment.method, data, Pool([Residual()]), experiment.options, task("classification"))
     model = Residual()
     model.load_state_dict(initial(Residual))
-    runner = Runner(experiment.method, data, Pool([model]), experiment.options, task("classification"))
     optimizer = _torch_sgd(model)
-    for round in range(1, rounds + 1):
+    for round in (1, 2, 3):
         optimizer = optimizer if keep else _torch_sgd(model)
         for batch in runner.client(0, round, {}).batches(epochs=2):
             optimizer.zero_grad()
             F.cross_entropy(model(batch.x), batch.y).backward()
             optimizer.step()
-    done = go("fedavg", data, rounds=rounds, keep_optimizer=keep)
-    assert same(done.personal[0], model.state_dict())
+    done = go("fedavg", model=Residual, data=data, keep_optimizer=keep)
+    assert_same(done.personal[0], model.state_dict())
 
 
 def _torch_sgd(model: nn.Module) -> torch.optim.SGD:
@@ -171,149 +140,122 @@ def _torch_sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def test_fedavg_of_full_batches_is_gradient_descent() -> None:
-    """One full-batch step and equal sizes: gradient descent on the mean of the clients' losses (up to rounding)."""
+    """One full batch a round and equal sizes: gradient descent on the mean of the clients' losses, up to rounding."""
     data = blobs([6, 6, 6])
     model = mlp()
-    model.load_state_dict(initial())
+    model.load_state_dict(initial(mlp))
     for _ in range(3):
         losses = [F.cross_entropy(model(x), y) for x, y in (client.train.take() for client in data.clients)]
-        gradients = torch.autograd.grad(sum(losses, torch.zeros(())) / 3, list(model.parameters()))
+        gradients = torch.autograd.grad(torch.stack(losses).mean(), list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter -= 0.5 * gradient
-    done = go("fedavg", data, mlp, fraction=1.0, local={"lr": 0.5, "batch_size": 6})
+    done = go("fedavg", model=mlp, data=data, fraction=1.0, local={"lr": 0.5, "batch_size": 6})
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(done.server["params"][name], tensor, rtol=1e-5, atol=1e-6)
 
 
-# FedProx
+def test_fedprox_without_pull_is_fedavg() -> None:
+    """mu = 0."""
+    prox, avg = go("fedprox", {"mu": 0.0}), go("fedavg")
+    assert_same(prox.server, avg.server)
+    assert_same(prox.states, avg.states)
 
 
-@every_model
-def test_fedprox_without_pull_is_fedavg(model: Any, data: Federation) -> None:
-    prox, avg = go("fedprox", data, model, {"mu": 0.0}), go("fedavg", data, model)
-    assert same(prox.server, avg.server)
-    assert same(prox.states, avg.states)
+def test_first_fedprox_step_is_fedavgs() -> None:
+    """The pull is zero where it starts from; from the second step on it is not."""
+    one, two = ({"lr": 0.2, "batch_size": 100, "epochs": epochs} for epochs in (1, 2))
+    assert_same(go("fedprox", rounds=1, local=one).server, go("fedavg", rounds=1, local=one).server)
+    assert not same(go("fedprox", rounds=1, local=two).server, go("fedavg", rounds=1, local=two).server)
 
 
-@every_model
-def test_first_fedprox_step_is_fedavgs(model: Any, data: Federation) -> None:
-    """The proximal term and its gradient are zero at the start; the second step differs."""
-    full = {"lr": 0.2, "batch_size": 100}
-    prox, avg = (
-        [go(method, data, model, rounds=1, local={**full, "epochs": e}).server for e in (1, 2)]
-        for method in ("fedprox", "fedavg")
-    )
-    assert same(prox[0], avg[0])
-    assert not same(prox[1], avg[1])
-
-
-def test_more_pull_keeps_clients_closer(data: Federation) -> None:
+def test_more_pull_keeps_clients_closer() -> None:
     """‖w_k - w‖ falls with mu in every client, while lr · mu < 1."""
-    local = {"lr": 0.2, "batch_size": 4, "epochs": 5}
-    distances = []
+    series: list[list[float]] = [[] for _ in CLIENTS]
     for mu in (0.0, 0.1, 1.0, 4.0):
-        messages = go("fedprox", data, mlp, {"mu": mu}, rounds=1, fraction=1.0, local=local).messages
-        distances.append([distance(message.up["params"], message.down["params"]) for message in messages])
-    for client in range(len(SIZES)):
-        series = [row[client] for row in distances]
-        assert series == sorted(series, reverse=True)
-        assert series[-1] < 0.5 * series[0]
+        local = {"lr": 0.2, "batch_size": 4, "epochs": 5}
+        for message in go("fedprox", {"mu": mu}, mlp, rounds=1, fraction=1.0, local=local).messages:
+            difference: Tensors = message.up["params"] - message.down["params"]  # type: ignore[operator, assignment]
+            series[message.client].append(float(difference.sqnorm().sqrt()))
+    for distances in series:
+        assert distances == sorted(distances, reverse=True)
+        assert distances[-1] < 0.5 * distances[0]
 
 
-# Ditto
-
-
-@every_model
-def test_ditto_without_pull_is_local(model: Any, data: Federation) -> None:
-    """lam = 0: the personal models are those of Local, whose clients train in the same rounds."""
-    ditto = go("ditto", data, model, {"lam": 0.0})
-    local = go("local", data, model, {"matched_participation": True}, keep_optimizer=False)
-    assert same(ditto.personal, local.personal)
-
-
-@pytest.mark.parametrize("lam", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("keep", [False, True], ids=["fresh", "kept"])
-@every_model
-def test_dittos_global_branch_is_fedavg(model: Any, keep: bool, lam: float, data: Federation) -> None:
+def test_ditto_without_pull_is_local(keep: bool) -> None:
+    """lam = 0: the personal models are those of Local, if its clients train in the same rounds."""
+    ditto = go("ditto", {"lam": 0.0}, keep_optimizer=keep)
+    local = go("local", {"matched_participation": True}, keep_optimizer=keep)
+    assert_same(ditto.personal, local.personal)
+
+
+@pytest.mark.parametrize(("lam", "keep"), [(0.0, False), (0.5, False), (2.0, False), (0.5, True)])
+def test_dittos_global_branch_is_fedavg(lam: float, keep: bool) -> None:
     """Whatever lam, and whether momentum is kept over rounds or not."""
-    ditto = go("ditto", data, model, {"lam": lam}, keep_optimizer=keep)
-    assert same(ditto.server, go("fedavg", data, model, keep_optimizer=keep).server)
+    ditto, avg = go("ditto", {"lam": lam}, keep_optimizer=keep), go("fedavg", keep_optimizer=keep)
+    assert_same(ditto.server, avg.server)
 
 
-# LG-FedAvg and FedPer
+def test_lg_fedavg_sharing_all_is_fedavg() -> None:
+    """With the simple mean."""
+    lg, avg = go("lg-fedavg", {"shared": 99}), go("fedavg", {"agg": "uniform"})
+    assert_same(lg.server["top"], avg.server["params"])
+    assert_same(lg.personal, avg.personal)
 
 
-@every_model
-def test_lg_fedavg_sharing_all_is_fedavg(model: Any, data: Federation) -> None:
-    lg, avg = go("lg-fedavg", data, model, {"shared": 99}), go("fedavg", data, model, {"agg": "uniform"})
-    assert same(lg.server["top"], avg.server["params"])
-    assert same(lg.personal, avg.personal)
-
-
-@every_model
-def test_lg_fedavg_sharing_nothing_is_local(model: Any, data: Federation) -> None:
-    lg = go("lg-fedavg", data, model, {"shared": 0})
-    local = go("local", data, model, {"matched_participation": True}, keep_optimizer=False)
-    assert same(lg.personal, local.personal)
+@pytest.mark.parametrize("keep", [False, True], ids=["fresh", "kept"])
+def test_lg_fedavg_sharing_nothing_is_local(keep: bool) -> None:
+    """If Local's clients train in the same rounds. Nothing is sent."""
+    lg = go("lg-fedavg", {"shared": 0}, keep_optimizer=keep)
+    local = go("local", {"matched_participation": True}, keep_optimizer=keep)
+    assert_same(lg.personal, local.personal)
     assert lg.result.bytes_up == lg.result.bytes_down == 0
 
 
-def test_lg_fedavg_shares_from_the_top_or_as_the_authors_code(data: Federation) -> None:
+def test_lg_fedavg_shares_from_the_top_or_as_the_authors_code() -> None:
     """A layer counts with the BatchNorm that follows it."""
-    first = {f"fc1.{n}" for n in ("weight", "bias")} | {
-        f"bn1.{n}" for n in ("weight", "bias", "running_mean", "running_var")
-    }
-    for variant, names in {"paper_top": {"fc.weight", "fc.bias"}, "authors_code": first}.items():
-        done = go("lg-fedavg", data, hyper={"shared": 1, "lg_variant": variant})
-        assert {name for message in done.messages for name in message.names} == names
+    assert sent(go("lg-fedavg", {"shared": 1})) == {"fc.weight", "fc.bias"}
+    bottom = sent(go("lg-fedavg", {"shared": 1, "lg_variant": "authors_code"}))
+    assert bottom == {name for name in ALL if name.startswith(("fc1.", "bn1."))}
 
 
-@every_model
-def test_fedper_with_nothing_private_is_fedavg(model: Any, data: Federation) -> None:
-    per, avg = go("fedper", data, model, {"private": 0}), go("fedavg", data, model)
-    assert same(per.server["base"], avg.server["params"])
-    assert same(per.personal, avg.personal)
-
-
-def test_lg_fedavg_shares_what_fedper_keeps(data: Federation) -> None:
-    """With the head alone shared, and with the head alone private, the two halves make one model."""
-    lg, per = go("lg-fedavg", data, hyper={"shared": 1}), go("fedper", data)
-    assert not lg.server["top"].keys() & per.server["base"].keys()
-    assert lg.server["top"].keys() | per.server["base"].keys() == anatomy.params(Residual()).keys()
+def test_fedper_with_nothing_private_is_fedavg() -> None:
+    """private = 0."""
+    per, avg = go("fedper", {"private": 0}), go("fedavg")
+    assert_same(per.server["base"], avg.server["params"])
+    assert_same(per.personal, avg.personal)
 
 
 @pytest.mark.parametrize("method", ["fedper", "fedrep"])
-def test_heads_never_travel(method: str, data: Federation) -> None:
-    """The head is in no message, and each client that took part has its own."""
-    done = go(method, data, hyper=METHODS[method])
-    names = {name for message in done.messages for name in message.names}
-    assert names == anatomy.params(Residual()).keys() - {"fc.weight", "fc.bias"}
-    heads = [done.personal[client]["fc.weight"] for client in {message.client for message in done.messages}]
+def test_heads_never_travel(method: str) -> None:
+    """All but the head is sent, and every client that took part has a head of its own."""
+    done = go(method)
+    assert sent(done) == ALL - HEAD
+    heads = [done.personal[client]["fc.weight"] for client in done.states]
     assert len({tuple(head.flatten().tolist()) for head in heads}) == len(heads) > 1
 
 
-# FedRep
+def test_lg_fedavg_shares_what_fedper_keeps() -> None:
+    """With the head alone shared in the one, and alone private in the other, what they send makes one model."""
+    top, base = sent(go("lg-fedavg", {"shared": 1})), sent(go("fedper"))
+    assert not top & base
+    assert top | base == ALL
 
 
-@every_model
-def test_fedrep_without_head_epochs_keeps_heads(model: Any, data: Federation) -> None:
-    """Heads stay at their initial values; the body still learns."""
-    done = go("fedrep", data, model, {"head_epochs": 0})
-    start = initial(model)
-    heads = anatomy.HEAD.names(model())
-    assert all(same(personal.only(heads), start.only(heads)) for personal in done.personal.values())
-    assert not same(done.server["body"], start.only(done.server["body"]))
+def test_fedrep_without_head_epochs_keeps_heads() -> None:
+    """Heads stay at their initial values; the body does not."""
+    done, start = go("fedrep", {"head_epochs": 0}), initial(NOISY)
+    assert all(same(personal.only(HEAD), start.only(HEAD)) for personal in done.personal.values())
+    assert not any(same(done.server["body"][name], start[name]) for name in ALL - HEAD)
 
 
-@every_model
-def test_fedrep_without_body_epochs_keeps_the_body(model: Any, data: Federation) -> None:
+def test_fedrep_without_body_epochs_keeps_the_body() -> None:
     """The body stays at its initial values, running statistics too: it is in eval mode while the head trains."""
-    done = go("fedrep", data, model, {"head_epochs": 2, "body_epochs": 0})
-    start, body = initial(model), anatomy.BACKBONE.names(model())
-    assert same(done.server["body"], start.only(done.server["body"]))
-    assert all(same(personal.only(body), start.only(body)) for personal in done.personal.values())
-    assert not same(done.personal, dict.fromkeys(done.personal, start))
+    done, start = go("fedrep", {"head_epochs": 2, "body_epochs": 0}), initial(NOISY)
+    assert_same(done.server["body"], start.only(done.server["body"]))
+    assert all(same(personal.only(BACKBONE), start.only(BACKBONE)) for personal in done.personal.values())
+    assert not any(same(done.personal[client].only(HEAD), start.only(HEAD)) for client in done.states)
 
 
 class Counting(nn.Module):
@@ -331,147 +273,123 @@ class Counting(nn.Module):
         return out
 
 
-def test_exact_shortcuts_are_exact(data: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features of the frozen body are computed once instead of in each of ten epochs; results agree within 1e-5."""
-    on_off, seen = [], []
+def test_exact_shortcuts_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frozen body runs once instead of in each of ten epochs; after a round all agree within 1e-5 (relative)."""
+    runs, seen = [], []
     for shortcuts in (True, False):
         monkeypatch.setattr(Counting, "seen", 0)
         options = {"rounds": 1, "fraction": 1.0, "exact_shortcuts": shortcuts}
-        on_off.append(go("fedrep", data, Counting, {"head_epochs": 10}, **options))
+        runs.append(go("fedrep", {"head_epochs": 10}, Counting, **options))
         seen.append(Counting.seen)
-    assert seen[1] - seen[0] > 8 * sum(SIZES)
-    for client in range(len(SIZES)):
-        for name, tensor in on_off[0].personal[client].items():
-            other = on_off[1].personal[client][name]
-            assert (tensor - other).norm() <= 1e-5 * other.norm()
-
-
-# FedBN and SiloBN
+    assert seen[1] - seen[0] > 8 * sum(len(client.train) for client in DATA.clients)
+    for client in CLIENTS:
+        for name, tensor in runs[1].personal[client].items():
+            assert (runs[0].personal[client][name] - tensor).norm() <= 1e-5 * tensor.norm()
 
 
 @pytest.mark.parametrize(("method", "agg"), [("fedbn", "uniform"), ("silobn", "samples")])
-def test_without_batchnorm_they_are_fedavg(method: str, agg: str, data: Federation) -> None:
+def test_fedbn_and_silobn_without_batchnorm_are_fedavg(method: str, agg: str) -> None:
     """And say so."""
     with pytest.warns(UserWarning, match=r"BN: the model has no BatchNorm layer to keep, so this is FedAvg\."):
-        done = go(method, data, mlp)
-    avg = go("fedavg", data, mlp, {"agg": agg})
-    assert same(done.server, avg.server)
-    assert same(done.states, avg.states)
+        done = go(method, model=mlp)
+    avg = go("fedavg", {"agg": agg}, mlp)
+    assert_same(done.server, avg.server)
+    assert_same(done.states, avg.states)
 
 
 @pytest.mark.parametrize("agg", ["uniform", "samples"])
 @pytest.mark.parametrize(("method", "policy"), [("fedbn", "local-all"), ("silobn", "local-stats")])
-def test_they_are_fedavg_under_a_policy(method: str, policy: str, agg: str, data: Federation) -> None:
-    """The run's `bn` policy does to FedAvg what the method does."""
-    done, avg = go(method, data, hyper={"agg": agg}), go("fedavg", data, hyper={"agg": agg}, bn=policy)
-    assert same(done.server, avg.server)
-    assert same(done.states, avg.states)
-    assert same(done.personal, avg.personal)
+def test_fedbn_and_silobn_are_fedavg_under_a_policy(method: str, policy: str, agg: str) -> None:
+    """The run's `bn` does to FedAvg what the methods do."""
+    done, avg = go(method, {"agg": agg}), go("fedavg", {"agg": agg}, bn=policy)
+    assert_same(done.server, avg.server)
+    assert_same(done.states, avg.states)
+    assert_same(done.personal, avg.personal)
 
 
-def test_batchnorm_is_known_by_its_type(data: Federation) -> None:
+def test_batchnorm_is_known_by_its_type() -> None:
     """`downsample.1` is a BatchNorm, too: FedBN sends nothing of it, SiloBN only its affine parameters."""
-    everything = norm_names(anatomy.params(Residual()))
-    assert {name.rpartition(".")[0] for name in everything} == {"bn1", "downsample.1"}
-    statistics = {name for name in everything if "running" in name}
-    for method, private in {"fedavg": set(), "fedbn": everything, "silobn": statistics}.items():
-        sent = {name for message in go(method, data).messages for name in message.names}
-        assert norm_names(sent) == everything - private
-        assert sent - everything == {
-            f"{layer}.{n}" for layer in ("fc1", "downsample.0", "fc") for n in ("weight", "bias")
-        }
-
-
-# Fine-tuning
+    assert len(NORM) == 8
+    assert sent(go("fedavg")) == ALL
+    assert sent(go("fedbn")) == ALL - NORM
+    assert sent(go("silobn")) == {name for name in ALL if "running" not in name}
 
 
 @pytest.mark.parametrize("base", ["fedavg", "fedper", "ditto"])
-@every_model
-def test_no_fine_tuning_is_the_base_method(base: str, model: Any, data: Federation) -> None:
-    tuned, plain = go(f"{base}+ft", data, model, {"ft_epochs": 0}), go(base, data, model)
-    assert same(tuned.server, plain.server)
-    assert same(tuned.personal, plain.personal)
-    assert tuned.result.metrics["personal/local-test"] == plain.result.metrics["personal/local-test"]
+def test_no_fine_tuning_is_the_base_method(base: str) -> None:
+    """ft_epochs = 0."""
+    tuned, plain = go(f"{base}+ft", {"ft_epochs": 0}), go(base)
+    assert_same(tuned.server, plain.server)
+    assert_same(tuned.personal, plain.personal)
+    assert tuned.result.values == plain.result.values
 
 
 @pytest.mark.parametrize("base", ["fedavg", "fedper", "ditto"])
-@every_model
-def test_fine_tuning_heads_leaves_backbones(base: str, model: Any, data: Federation) -> None:
-    """Bit for bit, running statistics included; every client's head is tuned, also of those never chosen before."""
-    tuned, plain = go(f"{base}+ft", data, model, {"ft_epochs": 3}), go(base, data, model)
-    head, backbone = anatomy.HEAD.names(model()), anatomy.BACKBONE.names(model())
-    assert same(tuned.server, plain.server)
-    for client in range(len(SIZES)):
-        assert same(tuned.personal[client].only(backbone), plain.personal[client].only(backbone))
-        assert not same(tuned.personal[client].only(head), plain.personal[client].only(head))
+def test_fine_tuning_heads_leaves_backbones(base: str) -> None:
+    """Running statistics included. Every client's head is tuned, also that of a client that never was chosen."""
+    tuned, plain = go(f"{base}+ft", {"ft_epochs": 3}, rounds=1), go(base, rounds=1)
+    assert_same(tuned.server, plain.server)
+    for client in CLIENTS:
+        assert_same(tuned.personal[client].only(BACKBONE), plain.personal[client].only(BACKBONE))
+        assert not same(tuned.personal[client].only(HEAD), plain.personal[client].only(HEAD))
 
 
-def test_fine_tuning_all_changes_backbones(data: Federation) -> None:
-    tuned, plain = go("fedavg+ft", data, hyper={"ft_epochs": 1, "ft_scope": "all"}), go("fedavg", data)
-    assert all(not same(tuned.personal[c]["fc1.weight"], plain.personal[c]["fc1.weight"]) for c in range(len(SIZES)))
+def test_fine_tuning_all_changes_backbones() -> None:
+    """ft_scope = all."""
+    tuned, plain = go("fedavg+ft", {"ft_epochs": 1, "ft_scope": "all"}), go("fedavg")
+    assert not any(
+        same(tuned.personal[client][name], plain.personal[client][name]) for client in CLIENTS for name in ALL
+    )
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "step:0.5,0.75"])
-def test_fine_tuning_learns_under_every_schedule(schedule: str, data: Federation) -> None:
-    """The learning rate of training has not fallen to zero when fine-tuning begins."""
+def test_fine_tuning_learns_under_every_schedule(schedule: str) -> None:
+    """The learning rate must not have fallen to zero when fine-tuning begins."""
     local = {**LOCAL, "schedule": schedule}
-    tuned, plain = go("fedavg+ft", data, hyper={"ft_epochs": 3}, local=local), go("fedavg", data, local=local)
-    assert all(not same(tuned.personal[c]["fc.weight"], plain.personal[c]["fc.weight"]) for c in range(len(SIZES)))
+    tuned, plain = go("fedavg+ft", {"ft_epochs": 3}, local=local), go("fedavg", local=local)
+    assert not any(same(tuned.personal[client].only(HEAD), plain.personal[client].only(HEAD)) for client in CLIENTS)
 
 
-def test_fine_tuning_sends_nothing(data: Federation) -> None:
-    done = go("fedavg+ft", data, hyper={"ft_epochs": 1})
-    last = [message for message in done.messages if message.step == "finetune"]
-    assert [message.client for message in last] == [0, 1, 2, 3]
-    assert not any(message.up for message in last)
-
-
-# Several architectures
+def test_fine_tuning_sends_nothing() -> None:
+    """All clients tune, after the last round."""
+    last = [message for message in go("fedavg+ft").messages if message.step == "finetune"]
+    assert [(message.round, message.client, message.up) for message in last] == [(4, client, {}) for client in CLIENTS]
 
 
 def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-def test_different_architectures(data: Federation) -> None:
+def test_different_architectures() -> None:
     """Refused in one sentence by a method that averages whole models; each its own where nothing is averaged."""
     with pytest.raises(UserError) as refused:
-        go("fedavg", data, [mlp, wide])
+        go("fedavg", model=[mlp, wide])
     assert str(refused.value) == "fedavg needs the same architecture at every client. Got 2 different ones."
-    done = go("local", data, [mlp, wide])
-    assert [len(done.personal[client]["0.weight"]) for client in range(len(SIZES))] == [5, 7, 5, 7]
+    done = go("local", model=[mlp, wide])
+    assert [len(done.personal[client]["0.weight"]) for client in CLIENTS] == [5, 7, 5, 7]
     assert not same(done.personal[0], done.personal[2])
-
-
-# SGD
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 def test_sgd_is_torchs(momentum: float, nesterov: bool, weight_decay: float) -> None:
-    """Five steps; the third parameter has a gradient only in every second. Momentum stored and given back goes on."""
-    ours, theirs = ({n: p.detach().requires_grad_() for n, p in _parameters()} for _ in range(2))
-    settings = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    torch_sgd, sgd = torch.optim.SGD(theirs.values(), lr=0.3, **settings), SGD(ours, 0.3, **settings)
-    for step, gradients in enumerate(_gradients()):
-        if step == 3:
-            sgd = SGD(ours, 0.3, **settings, buffers=sgd.buffers)
-        sgd.zero_grad()
-        torch_sgd.zero_grad()
-        for (name, gradient), parameters in ((item, p) for item in gradients.items() for p in (ours, theirs)):
-            parameters[name].grad = gradient.clone()
-        sgd.step()
-        torch_sgd.step()
-        assert same(ours, theirs), step
-
-
-def _parameters() -> Iterator[tuple[str, Tensor]]:
-    source = torch.Generator().manual_seed(0)
-    return ((name, torch.randn(shape, generator=source)) for name, shape in {"a": (3, 4), "b": (4,), "c": (5,)}.items())
-
-
-def _gradients() -> Iterator[dict[str, Tensor]]:
-    source = torch.Generator().manual_seed(1)
+    """Five steps. `c` has a gradient in every second only; momentum that was stored and given back goes on."""
+    ours, theirs = ({name: tensor.requires_grad_() for name, tensor in _draw(0).items()} for _ in range(2))
+    settings: dict[str, Any] = {"lr": 0.3, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    sgd, reference = SGD(ours, **settings), torch.optim.SGD(theirs.values(), **settings)
     for step in range(5):
-        drawn = {"a": torch.randn(3, 4, generator=source), "b": torch.randn(4, generator=source)}
-        yield drawn if step % 2 else {**drawn, "c": torch.randn(5, generator=source)}
+        if step == 3:
+            sgd = SGD(ours, **settings, buffers=sgd.buffers)
+        sgd.zero_grad()
+        reference.zero_grad()
+        for name, gradient in _draw(step + 1).items():
+            if name != "c" or step % 2 == 0:
+                ours[name].grad, theirs[name].grad = gradient.clone(), gradient.clone()
+        sgd.step()
+        reference.step()
+        assert_same(ours, theirs)
+
+
+def _draw(seed: int) -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=source) for name, shape in {"a": (3, 4), "b": (4,), "c": (5,)}.items()}

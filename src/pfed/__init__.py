@@ -32,7 +32,7 @@ _HOMES = {
     "Samples": "data.base",
     "Tensors": "tensors",
     "UserError": "errors",
-    "compare": "compare",
+    "compare": "comparison",
     "features": "forward",
     "federate": "data.federate",
     "federation": "data.user",
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from pfed.anatomy import ALL, BACKBONE, HEAD, NONE, NORM, STATS, Part, params, set_head, tensors
     from pfed.client import Client
     from pfed.cohort import Cohort
-    from pfed.compare import compare
+    from pfed.comparison import compare
     from pfed.config import Local
     from pfed.data.base import Dataset, Federation, Samples
     from pfed.data.federate import federate

@@ -218,7 +218,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     seeds = _seeds(arguments.seeds, values.pop("seed", 0))
     hyper = {method: values.pop(method) for method in arguments.methods if method in values}
 
-    from pfed.compare import compare
+    from pfed.comparison import compare
 
     comparison = compare(arguments.methods, seeds=seeds, hyper=hyper, runs=_runs_folder(arguments), **values)
     if arguments.report:

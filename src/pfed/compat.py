@@ -47,13 +47,12 @@ def ensure() -> bool:
     Call it before the first import of torchvision, timm or torchmetrics. Later calls cost nothing.
     """
     if "torchvision" not in sys.modules:
-        _forget()  # what an earlier, failed import left behind
         try:
             importlib.import_module("torchvision")
         except RuntimeError as error:
             if "torchvision::" not in str(error):
                 raise
-            _forget()
+            _forget()  # what the failed import left behind
             _define()
     boxes: Any = importlib.import_module("torchvision.ops.boxes")
     if _defined:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ def text(federation: Federation) -> str:
     >>> import pfed
     >>> two = pfed.federation({"Oslo": ([[0.0]] * 10, [0] * 10), "Rome": ([[1.0]] * 5, [1] * 5)})
     >>> print(text(two).splitlines()[-1])
-    Rome    ·· ▒▒        4
+    Rome    ·· ▓▓        4
     """
     counts = _counts(federation)
     names = [printable(client.name, NAME) for client in federation.clients[:ROWS]]
@@ -57,11 +57,11 @@ def save(federation: Federation, path: Path | str) -> Path:
     if kind not in (".png", ".svg"):
         raise UserError(f"The picture's file must end in .png or .svg. Got {path.name!r}.")
     counts = _counts(federation)
-    chart = heat_map([client.name for client in federation.clients], federation.classes, counts)
+    drawn = heat_map([client.name for client in federation.clients], federation.classes, counts)
     title = textwrap.wrap(headline(federation.source, counts), 70)
-    chart = chart.properties(title=title).configure_title(anchor="start", fontSize=11, fontWeight="normal", offset=12)
+    drawn = drawn.properties(title=title).configure_title(anchor="start", fontSize=11, fontWeight="normal", offset=12)
     try:
-        chart.configure_view(stroke=None).save(path, format="png" if kind == ".png" else "svg", scale_factor=2)
+        drawn.configure_view(stroke=None).save(path, format="png" if kind == ".png" else "svg", scale_factor=2)
     except OSError as error:
         raise UserError(f"The picture can't be written to {str(path)!r}: {error.strerror or error}.") from error
     return path
@@ -70,11 +70,10 @@ def save(federation: Federation, path: Path | str) -> Path:
 def headline(source: str, counts: Counts) -> str:
     """Samples, clients, classes and how uneven the clients are, in one line."""
     label, size = skew(counts)
-    samples = f"{sum(map(sum, counts)):,} training samples"
-    shape = f"{len(counts):,} clients, {len(counts[0]) if counts else 0:,} classes"
-    return (
-        f"{source}: {samples}, {shape}; label skew {label:.2f} (0: all alike), size variation {size:.2f} (std / mean)"
-    )
+    samples, clients, classes = sum(map(sum, counts)), len(counts), len(counts[0])
+    shape = f"{samples:,} training samples, {clients:,} clients, {classes:,} classes"
+    uneven = f"label skew {label:.2f} (0: all alike), size variation {size:.2f} (std / mean)"
+    return f"{printable(source)}: {shape}; {uneven}"
 
 
 def skew(counts: Counts) -> tuple[float, float]:
@@ -104,44 +103,36 @@ def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts) -> al
     import altair as alt  # here, for `text` need not wait for it
 
     rows, columns = distinct(names), distinct(classes)
-    down, across = min(14.0, max(1.0, 600 / len(rows))), min(14.0, max(1.0, 280 / len(columns)))  # pixels per cell
-    named: dict[str, Any] = {"ticks": False, "domain": False, "labelLimit": 100}
+    height, width = min(14.0, max(1.0, 600 / len(rows))), min(14.0, max(1.0, 280 / len(columns)))  # pixels of a cell
     bare: dict[str, Any] = {"ticks": False, "domain": False, "labels": False}
-    y_axis = alt.Axis(title=None, **named) if down > 9 else alt.Axis(title=f"{len(rows):,} clients", **bare)
-    level = 0 if max(map(len, columns)) <= 2 else -90
-    x_axis = (
-        alt.Axis(title="class", labelAngle=level, **named)
-        if across > 9
-        else alt.Axis(title=f"{len(columns):,} classes", **bare)
-    )
-    y = alt.Y("client:N").sort(rows).scale(domain=rows).axis(y_axis)
-    x = alt.X("class:N").sort(columns).scale(domain=columns).axis(x_axis)
-    cells: list[dict[str, Any]] = [
+    named: dict[str, Any] = {"ticks": False, "domain": False, "labelLimit": 100}
+    named_x = {**named, "title": "class", "labelAngle": 0 if max(map(len, columns)) <= 2 else -90}
+    y_axis = {**named, "title": None} if height > 9 else {**bare, "title": f"{len(rows):,} clients"}
+    x_axis = named_x if width > 9 else {**bare, "title": f"{len(columns):,} classes"}
+    y = alt.Y("client:N").sort(rows).scale(domain=rows)
+    x = alt.X("class:N").sort(columns).scale(domain=columns).axis(**x_axis)
+    cells = [
         {"client": row, "class": column, "samples": count}
         for row, line in zip(rows, counts, strict=True)
         for column, count in zip(columns, line, strict=True)
         if count  # most cells of skewed data are empty, and an empty cell needs no mark
     ]
-    legend = alt.Legend(
-        title="samples", symbolType="square", symbolFillColor=HUE, symbolStrokeWidth=0, tickCount=4, format="~s"
-    )
-    opacity = alt.Opacity("samples:Q").scale(type="sqrt", domainMin=0, range=[0, 1]).legend(legend)
-    map_ = (
-        alt.Chart(alt.Data.from_dict({"values": cells}, validate=False))
-        .mark_rect(color=HUE)
-        .encode(x=x, y=y, opacity=opacity)
-    )
+    legend: dict[str, Any] = {"symbolType": "square", "symbolFillColor": HUE, "symbolStrokeWidth": 0, "format": "~s"}
+    opacity = alt.Opacity("samples:Q").scale(type="sqrt", domainMin=0, range=[0, 1]).legend(tickCount=4, **legend)
+    map_ = chart(cells).mark_rect(color=HUE).encode(x=x, y=y.axis(**y_axis), opacity=opacity)
     sizes = [{"client": row, "samples": sum(line)} for row, line in zip(rows, counts, strict=True)]
-    total = alt.X("samples:Q").title("samples").axis(tickCount=2, format="~s", grid=False)
-    bars = (
-        alt.Chart(alt.Data.from_dict({"values": sizes}, validate=False))
-        .mark_bar(color="#888888")
-        .encode(x=total, y=y.axis(None))
-    )
-    height = down * len(rows)
-    return alt.hconcat(
-        map_.properties(width=across * len(columns), height=height), bars.properties(width=50, height=height)
-    )
+    total = alt.X("samples:Q").axis(tickCount=2, format="~s", grid=False)
+    bars = chart(sizes).mark_bar(color="#888888").encode(x=total, y=y.axis(None))
+    size: dict[str, Any] = {"height": height * len(rows)}
+    return alt.hconcat(map_.properties(width=width * len(columns), **size), bars.properties(width=50, **size))
+
+
+def chart(rows: Sequence[Mapping[str, Any]]) -> alt.Chart:
+    """A chart of any number of rows. Control characters in their text would end the process."""
+    import altair as alt
+
+    clean = [{key: printable(v) if isinstance(v, str) else v for key, v in row.items()} for row in rows]
+    return alt.Chart(alt.Data(values=clean))  # type: ignore[no-untyped-call]
 
 
 def printable(name: str, most: int = 60) -> str:
@@ -178,18 +169,19 @@ def _steps(most: int) -> list[int]:
 
 
 def _legend(most: int) -> str:
-    steps = _steps(most)
-    ranges = zip(SHADES, [0, *steps], steps, strict=False)
-    return "  ".join(
-        ["samples:  · none", *(f"{shade} {low + 1:,}–{high:,}" for shade, low, high in ranges if high > low)]
-    )
+    parts, low = ["samples:  · none"], 1
+    for shade, high in zip(SHADES, _steps(most), strict=True):
+        if low <= high:
+            parts.append(f"{shade} {low:,}–{high:,}" if low < high else f"{shade} {high:,}")
+        low = high + 1
+    return "  ".join(parts)
 
 
 def _columns(classes: Sequence[str], merged: int) -> tuple[list[str], str, int]:
     """The key to the columns, what stands above them, and the letters of a cell."""
     columns = -(-len(classes) // merged)
     if columns > WIDE:
-        ruler = "".join(str(i * merged).ljust(10) for i in range(0, columns - 2, 10))
+        ruler = "".join(str(i * merged).ljust(10) for i in range(0, columns - 2, 10))  # the last number has room
         plural = f"each column is {merged} classes, " if merged > 1 else ""
         return [f"classes:  {plural}numbered 0 to {len(classes) - 1}"], f"{ruler:<{columns}}"[:columns], 1
     if all(len(name) <= 2 for name in classes):

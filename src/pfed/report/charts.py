@@ -5,48 +5,47 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 import altair as alt
 
-from pfed.data.show import heat_map, printable
+from pfed.data.show import chart, heat_map, printable
 from pfed.report.markup import Html
 from pfed.report.numbers import Row
 
 WIDTH, HEIGHT = 260, 170
-FONT = "Arial, Helvetica, sans-serif"  # as wide on most machines as where the chart is laid out
 INK = "currentColor"  # follows the page from light to dark
 UP, DOWN = "#4c8bd6", "#e08214"  # a gain, a loss: blue and orange are told apart by all eyes
 PALETTE = ("#4c8bd6", "#e08214", "#2ca25f", "#c25fb0", "#d9534f", "#17a2b8", "#96785f", "#7f7fd5", "#a09a2b", "#808890")
+POINTS = "points over Local"
 DASHES = ([8, 4], [4, 4], [2, 4], [8, 3, 2, 3])
 NAMED, BARS, CELLS = 30, 200, 6000  # clients with names; clients with a bar each; cells of the heat map
 
+_WORDS = {"labelColor": INK, "titleColor": INK, "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 11}
+_GRID = {"gridColor": INK, "gridOpacity": 0.15, "domainColor": INK, "domainOpacity": 0.5}
+LOOK: dict[str, Any] = {
+    "background": "transparent",
+    "padding": {"left": 14, "right": 8, "top": 2, "bottom": 2},  # room for a font that is wider than the one measured
+    "font": "Arial, Helvetica, sans-serif",
+    "axis": {**_WORDS, **_GRID, "ticks": False, "labelPadding": 4},
+    "legend": _WORDS,
+    "title": {"color": INK, "anchor": "start", "fontSize": 13},
+    "view": {"stroke": None},
+    "aria": False,  # the label speaks for the whole; a word on every mark would triple the page
+}
 
-def svg(chart: alt.Chart | alt.LayerChart | alt.HConcatChart, label: str) -> Html:
+
+def svg(drawn: alt.Chart | alt.LayerChart | alt.HConcatChart, label: str) -> Html:
     """A chart as an inline SVG; `label` is what a screen reader says."""
-    line = {"labelColor": INK, "titleColor": INK, "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 11}
-    axis = {
-        **line,
-        "gridColor": INK,
-        "gridOpacity": 0.15,
-        "domainColor": INK,
-        "domainOpacity": 0.5,
-        "ticks": False,
-        "labelPadding": 4,
-    }
-    title = {"color": INK, "anchor": "start", "fontSize": 13}
-    view = {"stroke": None}
-    config = {"axis": axis, "legend": line, "title": title, "view": view, "background": "transparent", "aria": False}
     text = io.StringIO()
-    chart.properties(
-        config=alt.Config.from_dict(
-            {"padding": {"left": 14, "right": 8, "top": 2, "bottom": 2}, "font": FONT, **config}
-        )
-    ).save(text, format="svg")
-    drawn = re.sub(r"^<svg[^>]*?(?= width=)", f'<svg role="img" aria-label="{escape(label)}"', text.getvalue())
-    return Html(re.sub(r'(<path [^>]*?d=")([^"]*)', _rounded, drawn))
+    drawn.properties(config=alt.Config.from_dict(LOOK)).save(text, format="svg")
+    # Inline, the element needs no namespace, so that the page names no address at all.
+    opening = f'<svg role="img" aria-label="{escape(label)}"'
+    named = re.sub(r"^<svg[^>]*?(?= width=)", lambda _: opening, text.getvalue())
+    return Html(re.sub(r'(<path [^>]*?d=")([^"]*)', _rounded, named))
 
 
 def _rounded(path: re.Match[str]) -> str:
@@ -57,12 +56,12 @@ def _rounded(path: re.Match[str]) -> str:
 def curves(rows: Sequence[Row], across: str, methods: Sequence[str]) -> Html:
     """Mean accuracy across "round" or "bytes"; the band goes from the worst to the best run of a method."""
     rows = rows if across == "round" else _to_the_edge(rows)
-    chart = _chart(rows)
+    base = chart(rows)
     x, y = _across(across), alt.Y("mean:Q").title("accuracy %").scale(zero=False).axis(tickCount=5)
     color = _color(rows, methods)
-    points = max(sum(row["method"] == method for row in rows) for method in {row["method"] for row in rows})
-    line = chart.mark_line(point=points <= NAMED and {"size": 16}).encode(x=x, y=y, color=color)
-    band = chart.mark_area(opacity=0.18).encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=color)
+    few = max(Counter(row["method"] for row in rows).values()) <= NAMED
+    line = base.mark_line(point={"size": 16} if few else False).encode(x=x, y=y, color=color)
+    band = base.mark_area(opacity=0.18).encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=color)
     label = f"Mean accuracy by {'round' if across == 'round' else 'bytes sent per client'} and method"
     return svg((band + line).properties(width=WIDTH, height=HEIGHT), label)
 
@@ -82,11 +81,10 @@ def traffic(rows: Sequence[Row], direction: str, methods: Sequence[str]) -> Html
     # Methods often send the same: dashes let the lines below show.
     dashes = [DASHES[i % len(DASHES)] if i else [1, 0] for i in range(len(methods))]
     dash = alt.StrokeDash("method:N").scale(domain=list(map(printable, methods)), range=dashes).legend(None)
-    few = len({row["round"] for row in rows}) <= 2 and {"size": 16}
-    chart = (
-        _chart(rows).mark_line(point=few).encode(x=_across("round"), y=y, color=_color(rows, methods), strokeDash=dash)
-    )
-    return svg(chart.properties(width=WIDTH, height=HEIGHT), f"Bytes {direction} by round and method")
+    points = {"size": 16} if len({row["round"] for row in rows}) == 1 else False
+    x, color = _across("round"), _color(rows, methods)
+    lines = chart(rows).mark_line(point=points).encode(x=x, y=y, color=color, strokeDash=dash)
+    return svg(lines.properties(width=WIDTH, height=HEIGHT), f"Bytes {direction} by round and method")
 
 
 def gains(method: str, values: Mapping[str, float], span: tuple[float, float]) -> Html:
@@ -95,27 +93,25 @@ def gains(method: str, values: Mapping[str, float], span: tuple[float, float]) -
     `span` is common to all methods, so that their charts can be compared.
     """
     ranked = sorted(values.items(), key=lambda item: -item[1])
-    rows: list[Row] = [
-        {"client": printable(name), "gain": gain, "rank": rank} for rank, (name, gain) in enumerate(ranked)
-    ]
+    rows = [{"client": name, "gain": gain, "rank": rank} for rank, (name, gain) in enumerate(ranked)]
     scale = alt.Scale(domain=list(span), nice=True)
     color = alt.condition("datum.gain < 0", alt.value(DOWN), alt.value(UP))
+    size: dict[str, Any] = {"width": WIDTH, "height": HEIGHT}
     if len(rows) <= NAMED:
-        x = alt.X("gain:Q").scale(scale).title("points over Local").axis(tickCount=5)
-        y = alt.Y("client:N").sort([row["client"] for row in rows]).title(None).axis(labelLimit=100, domain=False)
-        chart = (
-            _chart(rows).mark_bar().encode(x=x, y=y, color=color).properties(width=WIDTH - 60, height=14 * len(rows))
-        )
+        names = [printable(name) for name, _ in ranked]
+        y = alt.Y("client:N").sort(names).title(None).axis(labelLimit=100, domain=False)
+        x = alt.X("gain:Q").scale(scale).title(POINTS).axis(tickCount=5)
+        bars = chart(rows).mark_bar().encode(x=x, y=y, color=color)
+        size = {"width": WIDTH - 60, "height": 14 * len(rows)}  # the names take place
     elif len(rows) <= BARS:
         x = alt.X("rank:O").title(f"{len(rows)} clients, sorted").axis(labels=False, domain=False)
-        y = alt.Y("gain:Q").scale(scale).title("points over Local").axis(tickCount=5)
-        chart = _chart(rows).mark_bar().encode(x=x, y=y, color=color).properties(width=WIDTH, height=HEIGHT)
+        y = alt.Y("gain:Q").scale(scale).title(POINTS).axis(tickCount=5)
+        bars = chart(rows).mark_bar().encode(x=x, y=y, color=color)
     else:
-        x = alt.X("gain:Q").scale(scale).bin("binned").title("points over Local").axis(tickCount=5, grid=False)
-        y = alt.Y("clients:Q").title("clients").axis(tickCount=5)
-        chart = _chart(histogram(list(values.values()), span)).mark_bar()
-        chart = chart.encode(x=x, x2="end:Q", y=y, color=color).properties(width=WIDTH, height=HEIGHT)
-    return svg(chart.properties(title=printable(method)), f"Gain over Local of each client, {method}")
+        x = alt.X("gain:Q").scale(scale).bin("binned").title(POINTS).axis(tickCount=5, grid=False)
+        y = alt.Y("clients:Q").axis(tickCount=5)
+        bars = chart(histogram(list(values.values()), span)).mark_bar().encode(x=x, x2="end:Q", y=y, color=color)
+    return svg(bars.properties(title=printable(method), **size), f"Gain over Local of each client, {method}")
 
 
 def histogram(values: Sequence[float], span: tuple[float, float], bins: int = 24) -> list[Row]:
@@ -139,17 +135,12 @@ def data(clients: Sequence[Mapping[str, Any]], classes: Sequence[str]) -> tuple[
         cells += sum(count > 0 for count in clients[shown]["counts"])
         shown += 1
     some = clients[:shown]
-    chart = heat_map([row["name"] for row in some], classes, [row["counts"] for row in some])
-    return svg(chart, "Training samples per client and class"), shown
+    drawn = heat_map([row["name"] for row in some], classes, [row["counts"] for row in some])
+    return svg(drawn, "Training samples per client and class"), shown
 
 
 # As `pfed.tables.bytes_text` writes them.
 _BYTES = "datum.value < 1000 ? datum.value + ' B' : replace(format(datum.value, '.3~s'), /([kMGT])$/, ' $1B')"
-
-
-def _chart(rows: Sequence[Row]) -> alt.Chart:
-    clean = [{key: printable(v) if isinstance(v, str) else v for key, v in row.items()} for row in rows]
-    return alt.Chart(alt.Data.from_dict({"values": clean}, validate=False))
 
 
 def _across(name: str) -> alt.X:
@@ -162,14 +153,7 @@ def _color(rows: Sequence[Row], methods: Sequence[str]) -> alt.Color:
     """A method has one colour in the whole report."""
     present = {row["method"] for row in rows}
     shown = [(printable(method), PALETTE[i % len(PALETTE)]) for i, method in enumerate(methods) if method in present]
-    legend = alt.Legend(
-        title=None,
-        orient="bottom",
-        columns=2,
-        labelLimit=130,
-        symbolType="stroke",
-        symbolStrokeWidth=3,
-        symbolOpacity=1,
-    )
+    symbol: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 3, "symbolOpacity": 1}
+    legend = alt.Legend(title=None, orient="bottom", columns=2, labelLimit=130, **symbol)
     scale = alt.Scale(domain=[name for name, _ in shown], range=[color for _, color in shown])
     return alt.Color("method:N").scale(scale).legend(legend)

@@ -135,7 +135,7 @@ def gains(comparison: Comparison) -> dict[str, dict[str, float]]:
 
 
 def events(results: Sequence[Result]) -> list[Row]:
-    """Failures and notes, those of one kind and text together; what happened to clients first, and what was frequent."""
+    """Failures and notes, those of one kind and text together: first those of clients, and the frequent ones."""
     found: dict[tuple[str, str], Row] = {}
     for result in results:
         names = {row["client"]: row["name"] for row in result.clients}

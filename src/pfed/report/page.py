@@ -164,6 +164,8 @@ def _curves(measured: Sequence[Result], methods: Sequence[str]) -> Html:
 
 def _traffic(group: Sequence[Result], methods: Sequence[str]) -> Html:
     rows = numbers.traffic(group)
+    if not any(row["up"] or row["down"] for row in rows):
+        return tag("p", "Nothing was sent.")
     captions = {"up": "From the clients, all together, in each round.", "down": "To the clients."}
     drawn = [figure(charts.traffic(rows, way, methods), caption) for way, caption in captions.items()]
     return tag("div", *drawn, class_="charts")

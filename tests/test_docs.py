@@ -1,0 +1,65 @@
+"""The examples in README and docs run as they stand, and so do those in docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import pfed
+from pfed.cli import _parse
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODULES = [module.name for module in pkgutil.walk_packages(pfed.__path__, "pfed.") if module.name != "pfed.__main__"]
+
+
+def _python_blocks() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for i, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+            if "import" in block:  # a sketch of an interface has none
+                found.append((f"{page.name}-{i}", block))
+    return found
+
+
+@pytest.mark.parametrize(("name", "code"), _python_blocks(), ids=lambda value: value if len(value) < 40 else "")
+def test_example_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = types.ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", module)  # where dataclasses look their names up
+    exec(compile(code, name, "exec"), vars(module))
+
+
+def _commands() -> list[str]:
+    text = "\n".join(page.read_text() for page in PAGES)
+    inline = re.findall(r"`(pfed [^`]+)`", text)
+    lines = re.findall(r"^\$? ?(pfed .+)$", "\n".join(re.findall(r"```(?:console|bash|sh)\n(.*?)```", text, re.DOTALL)), re.M)
+    joined = [re.sub(r"\s*\\?\n\s*", " ", command) for command in [*inline, *lines]]
+    return sorted({command.split(" #")[0] for command in joined if "…" not in command and "|" not in command})
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_command_in_docs_is_valid(command: str) -> None:
+    """Every command shown is one that the parser takes."""
+    _parse(shlex.split(command)[1:])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstring_examples(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+def test_links_in_docs_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,0 +1,180 @@
+"""The engines, the exchange behind the cohort, and what the debug engine catches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from pfed import Each, Experiment, Federation, Method, RunError, Tensors, UserError, step
+from pfed.engines.debug import StepError
+
+
+@dataclass(frozen=True)
+class Probe(Method):
+    """A method whose step is whatever a test wants."""
+
+    def round(self, server: Any, cohort: Any) -> None:
+        server["replies"] = dict(cohort.call(self.update, **self.download(server)))
+
+    @step
+    def update(self, client: Any, params: Any) -> Any:
+        return BEHAVIOUR[0](client, params)
+
+    def predictor(self, client: Any, params: Any) -> Any:
+        return client.model(params)
+
+
+BEHAVIOUR: list[Any] = [None]
+
+
+def probe(tiny: Federation, behaviour: Any, engine: str = "serial", **options: Any) -> Experiment:
+    BEHAVIOUR[0] = behaviour
+    return Experiment(Probe(), tiny, "mlp", rounds=1, engine=engine, **options)
+
+
+def replies(experiment: Experiment) -> dict[int, Any]:
+    assert experiment._session is not None
+    found: dict[int, Any] = experiment._session.server["replies"]
+    return found
+
+
+def test_debug_catches_a_change_of_what_was_received(tiny: Federation) -> None:
+    def careless(client: Any, params: Tensors) -> None:
+        params["layers.1.weight" if "layers.1.weight" in params else next(iter(params))].add_(1)
+
+    with pytest.raises(StepError, match=r"Probe\.update on client 0 in round 1 changed the received \['params'\]"):
+        probe(tiny, careless, "debug").run()
+
+
+def test_debug_names_step_client_and_round(tiny: Federation) -> None:
+    def broken(client: Any, params: Tensors) -> None:
+        if client.id == 2:
+            raise ZeroDivisionError("oops")
+
+    with pytest.raises(StepError, match=r"Probe\.update on client 2 in round 1 raised ZeroDivisionError: oops"):
+        probe(tiny, broken, "debug").run()
+
+
+def test_debug_refuses_a_stream_used_by_two_steps(tiny: Federation) -> None:
+    @dataclass(frozen=True)
+    class Twice(Probe):
+        def round(self, server: Any, cohort: Any) -> None:
+            cohort.call(self.update, **self.download(server))
+            cohort.call(self.again)
+
+        @step
+        def again(self, client: Any) -> None:
+            client.rng("noise")
+
+    BEHAVIOUR[0] = lambda client, params: client.rng("noise") and None
+    with pytest.raises(StepError, match=r"again on client 0 in round 1 draws from stream 'noise', which update used"):
+        Experiment(Twice(), tiny, "mlp", rounds=1, engine="debug").run()
+
+
+def test_what_cannot_be_sent_is_named(tiny: Federation) -> None:
+    with pytest.raises(StepError, match=r"The reply of Probe\.update: 'bad' is a list"):
+        probe(tiny, lambda client, params: {"bad": [1, 2]}, "debug").run()
+
+
+def test_a_client_that_raises_is_a_failure_and_the_others_go_on(tiny: Federation) -> None:
+    """Its state is as if the step had not run."""
+
+    def update(client: Any, params: Tensors) -> dict[str, Any]:
+        client.state["seen"] = 1
+        if client.id == 1:
+            raise ValueError("no disk")
+        return {"id": client.id}
+
+    experiment = probe(tiny, update)
+    result = experiment.run()
+    assert sorted(replies(experiment)) == [0, 2, 3]
+    assert [(e["client"], e["kind"], e["text"]) for e in result.events] == [
+        (1, "error", "update raised ValueError: no disk")
+    ]
+    session = experiment._session
+    assert session is not None
+    assert sorted(session.exchange.versions) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (lambda p: {"params": p * float("nan")}, r"params\['.*'\] is not finite"),
+        (lambda p: {"params": Tensors({n: t.double() for n, t in p.items()})}, r"is float64 .*, not float32"),
+        (lambda p: {"params": Tensors({n: t[None] for n, t in p.items()})}, r"is float32 \(1, .*, not float32"),
+        (lambda p: {"params": Tensors(strange=torch.zeros(1))}, r"'strange'\] is a name that the model does not have"),
+        (lambda p: {"x": torch.zeros(2**25)}, r"sent 134217728 bytes, more than the limit"),
+        (lambda p: {"x": float("nan")}, r"x is not a number"),
+    ],
+)
+def test_a_bad_reply_is_a_failure_with_its_reason(tiny: Federation, reply: Any, reason: str) -> None:
+    experiment = probe(tiny, lambda client, params: reply(params) if client.id == 3 else {})
+    result = experiment.run()
+    assert sorted(replies(experiment)) == [0, 1, 2]
+    assert [event["kind"] for event in result.events] == ["bad reply"]
+    assert pytest.importorskip("re").search(reason, result.events[0]["text"])
+
+
+def test_too_few_clients_stop_the_run_with_the_traceback_of_the_first(tiny: Federation) -> None:
+    def broken(client: Any, params: Tensors) -> None:
+        raise KeyError("my bug")
+
+    with pytest.raises(RunError, match=r"0 clients answered, min_clients is 1\. Client client-0: update raised KeyError") as e:
+        probe(tiny, broken).run()
+    assert "in broken" in str(e.value)  # the user's own line is in the traceback
+
+
+def test_each_differs_per_client(tiny: Federation) -> None:
+    @dataclass(frozen=True)
+    class Own(Probe):
+        def download(self, server: Any) -> dict[str, Any]:
+            return {"params": Each({0: 5, 1: 7}, default=1)}
+
+        def predictor(self, client: Any, params: Any) -> Any:
+            return client.model()
+
+    BEHAVIOUR[0] = lambda client, params: {"twice": 2 * params}
+    experiment = Experiment(Own(), tiny, "mlp", rounds=1)
+    experiment.run()
+    assert {client: reply["twice"] for client, reply in replies(experiment).items()} == {0: 10, 1: 14, 2: 2, 3: 2}
+
+
+def test_an_engine_runs_steps_only(tiny: Federation) -> None:
+    """A function that is not marked @step can't be called on a client."""
+
+    @dataclass(frozen=True)
+    class Unmarked(Probe):
+        def round(self, server: Any, cohort: Any) -> None:
+            cohort.call(self.predictor, **self.download(server))
+
+    with pytest.raises(RunError, match="There is no step of Unmarked 'predictor'"):
+        Experiment(Unmarked(), tiny, "mlp", rounds=1).run()
+
+
+def test_sampling_by_fraction(tiny: Federation) -> None:
+    """Half of four clients are two, a tiny share is still one, and rounds differ."""
+    chosen = {}
+    for fraction in (0.5, 0.01):
+        experiment = Experiment("fedavg", tiny, "mlp", rounds=6, fraction=fraction, eval_every=0)
+        experiment.run()
+        assert experiment._session is not None
+        chosen[fraction] = [experiment._session._chosen(t) for t in range(1, 7)]
+    assert {len(ids) for ids in chosen[0.5]} == {2}
+    assert {len(ids) for ids in chosen[0.01]} == {1}
+    assert len({tuple(ids) for ids in chosen[0.5]}) > 1
+
+
+def test_different_architectures_are_refused_where_weights_are_averaged(tiny: Federation) -> None:
+    with pytest.raises(UserError, match="fedavg needs the same architecture at every client"):
+        Experiment("fedavg", tiny, "mlp,cnn-small", rounds=1).run()
+
+
+def test_simulated_seconds(tiny: Federation) -> None:
+    """A thousand samples a second; the slowest of the round counts: 26 samples are 0.026 s, a straggler's 0.26 s."""
+    plain = Experiment("fedavg", tiny, "mlp", rounds=1).run()
+    slow = Experiment("fedavg", tiny, "mlp", rounds=1, stragglers=1.0).run()
+    assert plain.rounds[1]["simulated"] == pytest.approx(0.026)
+    assert slow.rounds[1]["simulated"] == pytest.approx(0.26)
