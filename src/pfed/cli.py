@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -26,6 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 is fine, 1 a failure, 2 a user's mistake, 130 a stop by Ctrl-C."""
+    warnings.showwarning = _warn
     try:
         arguments = _parse(list(sys.argv[1:] if argv is None else argv))
         run: Callable[[argparse.Namespace], int | None] = arguments.run
@@ -36,12 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"pfed: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("pfed: stopped; 'pfed runs' lists what can be resumed.", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"pfed: {stop or 'Stopped.'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
+    """A warning as one line, without the place in the code."""
+    print(f"pfed: {message}", file=sys.stderr)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -210,7 +217,7 @@ def _finish(result: Any, arguments: argparse.Namespace) -> None:
     if arguments.json:
         _print_json(result.json())
     else:
-        print(f"{result.table()}\n\nrun {result.run} in {_runs_folder(arguments)}")
+        print("\n".join([result.table(), "", *result.notes(), f"run {result.run} in {_runs_folder(arguments)}"]))
 
 
 def _compare(arguments: argparse.Namespace) -> None:
@@ -228,7 +235,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     if arguments.json:
         _print_json(comparison.json())
     else:
-        print(comparison.table())
+        print("\n".join([comparison.table(), "", *comparison.notes()]).rstrip())
 
 
 def _seeds(text: str, first: int) -> list[int]:

@@ -126,7 +126,11 @@ class Experiment:
                     session.run(progress)
             except KeyboardInterrupt:
                 record.set(state="stopped")
-                raise
+                raise KeyboardInterrupt(
+                    f"Stopped after round {max(session.done.round, 0)}; go on with 'pfed resume {opened.run}'."
+                    if opened.folder
+                    else "Stopped; without a runs folder nothing is kept."
+                ) from None
             except sqlite3.Error as error:
                 raise RunError(f"The record of run {opened.run!r} can't be written: {error}.") from error
             except Exception as error:

@@ -121,6 +121,19 @@ class Result:
             "seconds": self.seconds,
         }
 
+    def notes(self) -> list[str]:
+        """What a reader of the numbers must know: about the data, the choice of the round, the failures."""
+        found = [event["text"] for event in self.events if event["kind"] in ("note", "damaged checkpoint")]
+        if self.config.get("select", "last").startswith("best_"):
+            found.append(f"select={self.config['select']} chooses on test data: the accuracy is optimistic.")
+        failures = [event for event in self.events if event["client"] != POOLED]
+        for kind in sorted({event["kind"] for event in failures}):
+            same = [event for event in failures if event["kind"] == kind]
+            found.append(
+                f"{len(same)} times a client was lost ({kind}), first in round {same[0]['round']}: {same[0]['text']}."
+            )
+        return found
+
     def table(self) -> str:
         """The run in a few lines."""
         return Comparison([self]).table()
@@ -181,6 +194,18 @@ class Comparison:
                 }
             )
         return rows
+
+    def notes(self) -> list[str]:
+        """What the runs' notes say, each once, with the method where only some say it."""
+        said: dict[str, list[str]] = {}
+        for result in self.results:
+            for note in result.notes():
+                said.setdefault(note, []).append(result.method)
+        everyone = {result.method for result in self.results}
+        return [
+            note if set(methods) == everyone else f"{', '.join(sorted(set(methods)))}: {note}"
+            for note, methods in said.items()
+        ]
 
     def table(self) -> str:
         """Accuracy in percent (mean over clients; ± over seeds), worst tenth, gain, bytes per client, time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import time
@@ -14,6 +15,7 @@ from pfed.config import RunOptions
 from pfed.data.base import Federation
 from pfed.engines import engine
 from pfed.engines.base import POOLED
+from pfed.errors import RunError
 from pfed.evaluate import Evaluator
 from pfed.method import Method
 from pfed.pool import Pool
@@ -42,7 +44,7 @@ class Session:
         self.exchange.versions, self.exchange.calls = dict(self.done.versions), self.done.calls
 
     def run(self, progress: Progress) -> None:
-        """All rounds that are not done yet. Ctrl-C leaves a checkpoint of the last whole one."""
+        """All rounds that are not done yet. Whatever stops it, a checkpoint of the last whole round is left."""
         self.store.record.forget_after(self.done.round)
         try:
             for t in range(self.done.round + 1, self.last + 1):
@@ -58,9 +60,10 @@ class Session:
                 progress.round(t, seconds, self.exchange.ledger, evaluation)
                 if self._saves(t):
                     self._save()
-        except KeyboardInterrupt:
-            if self.done.round > self._saved:
-                self._save()
+        except BaseException:
+            with contextlib.suppress(RunError):  # what stopped the run is the error that counts
+                if self.done.round > self._saved:
+                    self._save()
             raise
         finally:
             self.exchange.engine.close()
