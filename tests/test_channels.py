@@ -132,18 +132,20 @@ def test_several_features_per_channel() -> None:
     model = nn.Sequential(
         nn.Conv2d(1, 2, 3),  # (2, 2, 2)
         nn.Conv2d(2, 4, 1, groups=2),  # two maps for each channel
-        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 8, 1, groups=4),  # four
+        nn.BatchNorm2d(8),
         nn.Flatten(),
-        nn.BatchNorm1d(16),
-        nn.Linear(16, 3),
+        nn.BatchNorm1d(32),
+        nn.Linear(32, 3),
     )
     found = channels(model, torch.zeros(2, 1, 4, 4))
     (group,) = found.groups
-    assert (group.size, group.rows["0.weight"], group.rows["1.weight"], group.rows["2.bias"]) == (2, 1, 2, 2)
-    assert (group.rows["4.running_var"], found.inputs["5"].each) == (8, 8)
+    assert group.size == 2
+    assert [group.rows[f"{layer}.weight"] for layer in (0, 1, 2, 3, 5)] == [1, 2, 4, 4, 16]
+    assert group.rows["5.running_var"] == found.inputs["6"].each == 16
     masks = found.private([1])
-    assert masks["4.weight"].tolist() == [False] * 8 + [True] * 8
-    assert masks["5.weight"].tolist() == [[False] * 8 + [True] * 8] * 3
+    assert masks["5.weight"].tolist() == [False] * 16 + [True] * 16
+    assert masks["6.weight"].tolist() == [[False] * 16 + [True] * 16] * 3
 
 
 def test_sides_and_splits_of_the_classifier() -> None:
@@ -161,6 +163,11 @@ def test_sides_and_splits_of_the_classifier() -> None:
     assert found.masks(Fraction(1), classifier_split="shared")["2.weight"].all()
     assert found.masks(Fraction(1), classifier_split="shared")["2.bias"].all()
     assert not found.masks(Fraction(1))["2.bias"].any()
+    deeper = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    masks = channels(deeper, torch.zeros(1, 3)).private([0, 4])
+    assert not masks["3.bias"].any()  # nothing that the classifier receives is shared
+    assert masks["0.running_mean"].all()  # of the input itself, before any hidden channel
+    assert not channels(deeper, torch.zeros(1, 3)).private([4, 4])["0.weight"].any()
     with pytest.raises(UserError, match=r"one count for each of 1 groups\. Got 2"):
         found.private([1, 1])
     with pytest.raises(UserError, match=r"Private channels must be >= 0 and <= 4\. Got 5"):

@@ -77,7 +77,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_run_prints_a_table_and_where_the_run_is(tmp_path: Path) -> None:
     done = good("run", "fedrep", *SMALL, "--runs", tmp_path / "here")
-    header, rule, row, blank, last = done.out.splitlines()
+    header, rule, row, blank, *notes, last = done.out.splitlines()
     assert re.split(r"\s{2,}", header) == [
         "method",
         "accuracy %",
@@ -89,6 +89,7 @@ def test_run_prints_a_table_and_where_the_run_is(tmp_path: Path) -> None:
     assert set(rule) == {"-", " "}
     assert row.startswith("fedrep ")
     assert blank == ""
+    assert notes == ["no official test set: 20% of the samples were set apart for testing"]
     assert last == f"run fedrep-digits-s0-1 in {tmp_path / 'here'}"
     assert (tmp_path / "here" / "fedrep-digits-s0-1" / "record.sqlite").is_file()
 
@@ -129,13 +130,10 @@ def test_a_terminal_sees_progress(tmp_path: Path) -> None:
     screen = Terminal()
     done = pfed("run", "fedavg", *SMALL, "--runs", tmp_path, "--json", err=screen)
     assert done.code == 0
-    shown = screen.getvalue()
-    assert "fedavg" in shown
-    assert "2/2" in shown
-    assert "accuracy=" in shown
-    assert "samples/s=" in shown
-    assert "MB=" in shown
-    assert shown.rstrip("\r\n ").endswith("]") is False
+    *shown, wiped, end = screen.getvalue().split("\r")
+    for word in ("fedavg", "2/2", "accuracy=", "samples/s=", "MB=", "<00:00"):
+        assert word in shown[-1]
+    assert (wiped.strip(), end) == ("", "")
     assert done.json["state"] == "complete"
 
 
@@ -236,9 +234,10 @@ def test_compare_json_is_a_list_of_runs(tmp_path: Path) -> None:
 
 def test_compare_prints_one_row_per_method(tmp_path: Path) -> None:
     done = good("compare", "local", "fedavg", *SMALL, "--seeds", "3,5", "--runs", tmp_path)
-    header, _, *rows = done.out.splitlines()
+    header, _, *rows, blank, note = done.out.splitlines()
     assert "gain over Local" in header
     assert [row.split()[0] for row in rows] == ["local", "fedavg"]
+    assert (blank, note) == ("", "no official test set: 20% of the samples were set apart for testing")
     assert "±" in rows[1]
     assert re.search(r"[+-]\d+\.\d\d", rows[1])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -429,9 +428,9 @@ def test_version_and_bare_command() -> None:
 
 COMMON = {"--help", "--json", "--runs"}
 SPLIT = {
-    *("--alpha", "--balance-cap", "--classes-per-client", "--clients", "--distinct-classes", "--femnist-pointer"),
-    *("--groups", "--min-size", "--partition", "--public", "--shift", "--sigma", "--test-fraction", "--test-split"),
-    "--validation",
+    *("--alpha", "--balance-cap", "--classes-per-client", "--client-column", "--clients", "--distinct-classes"),
+    *("--femnist-pointer", "--groups", "--image-size", "--label-column", "--min-size", "--partition", "--public"),
+    *("--shift", "--sigma", "--test-fraction", "--test-split", "--validation"),
 }
 RUN = {
     *("--augment", "--bn", "--checkpoint-every", "--data", "--deadline", "--dropout", "--engine", "--eval-every"),
@@ -480,8 +479,9 @@ def test_help_tells_what_an_option_does_and_its_default() -> None:
     text = good("run", "--help").out
     assert re.search(r"--rounds V +communication rounds \[20\]", text)
     assert re.search(r"--local\.lr V +learning rate \[0\.05\]", text)
-    for line in re.findall(r"^  --.*$", text, re.MULTILINE):
-        assert re.search(r"(V|FOLDER|KEY=VALUE|--json) {2,}\S", line), line
+    entries = re.split(r"^  (?=-)", text[text.index("options:") :], flags=re.MULTILINE)[1:]
+    assert len(entries) == len(COMMANDS["run"])
+    assert [entry for entry in entries if not re.search(r"\s{2,}\w.*\w", entry)] == []
 
 
 def test_help_does_not_wait_for_torch() -> None:

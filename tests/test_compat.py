@@ -73,6 +73,7 @@ with contextlib.suppress(RuntimeError):
     import torchvision
 compat.ensure()
 import torchvision
-assert torchvision.ops.nms is not None
+loaded = {name.split(".")[1] for name in sys.modules if name.startswith("torchvision.")}
+assert "ops" in loaded and all(hasattr(torchvision, name) for name in loaded), "a half-imported package"
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)

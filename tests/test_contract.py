@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -203,7 +204,9 @@ def test_counted_bytes_are_the_encoded_tensors(method: str, tiny: Federation, sp
 @every_method
 def test_config_round_trips(method: str) -> None:
     experiment = Experiment(method, rounds=3, local={"lr": 0.3}, classes_per_client=2)
-    assert Experiment.from_config(experiment.config()).config() == experiment.config()
+    again = Experiment.from_config(json.loads(json.dumps(experiment.config())))
+    assert again.config() == experiment.config()
+    assert (again.options, again.method) == (experiment.options, experiment.method)
 
 
 def _wrong_values() -> Iterator[tuple[str, str, Any]]:

@@ -117,6 +117,10 @@ class TestApart:
         assert [len(client.train) for client in fed.clients] == [1] * 24
         assert [len(client.validation or ()) for client in fed.clients] == [0] * 24
 
+    def test_some_samples_stay_whatever_the_share(self):
+        fed = split(dataset(n=30), clients=12, validation=0.99)
+        assert [(len(client.train), len(client.validation or ())) for client in fed.clients] == [(1, 1)] * 12
+
 
 class TestPartitions:
     def test_auto_follows_the_options_given(self):

@@ -77,6 +77,14 @@ def test_the_seed_decides_the_initial_values() -> None:
         assert not torch.equal(weights(1, name), weights(2, name))
 
 
+def test_dropout_stands_before_the_head() -> None:
+    model = models.build("cnn-cifar100", classes=3, shape=(3, 32, 32))
+    assert [type(module) for module in model.children()][-2:] == [torch.nn.Dropout, torch.nn.Linear]
+    z = features(model.train(), torch.rand(8, 3, 32, 32))
+    quiet = features(model.eval(), torch.rand(8, 3, 32, 32))
+    assert (z == 0).float().mean() > (quiet == 0).float().mean() + 0.1  # more than ReLU's zeros
+
+
 def test_a_padded_shortcut_is_every_other_pixel_and_zero_channels() -> None:
     model = models.build("resnet8", classes=3, shape=(3, 32, 32))
     x = torch.rand(2, 16, 8, 8)

@@ -28,7 +28,7 @@ from pfed.result import Result
 from pfed.runner import Runner
 from pfed.session import Session
 
-SMALL: dict[str, Any] = {"model": "mlp", "clients": 4, "rounds": 4, "fraction": 0.75, "checkpoint_every": 2}
+SMALL: dict[str, Any] = {"model": "mlp", "clients": 4, "rounds": 4, "fraction": 0.75, "checkpoint_every": 3}
 FEW = 120  # digits: what is tested here does not depend on their number
 
 
@@ -197,7 +197,7 @@ CASES = {
 @pytest.mark.usefixtures("few_digits")
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_is_straight(tmp_path: Path, case: str) -> None:
-    """Stopped in the midst of round 3, one round after a checkpoint; resumed by the command, from the record alone."""
+    """Stopped in the midst of round 3, which leaves a checkpoint; resumed by the command, from the record alone."""
     method, changes = CASES[case]
     settings = {**SMALL, **changes}
     folder = stopped_run(Experiment(method, **settings), tmp_path / "stopped", second_client_of(3))
@@ -281,9 +281,10 @@ def test_a_stop_while_a_checkpoint_is_written(tmp_path: Path, ditto_straight: di
             raise KeyboardInterrupt
         replace(source, target)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store.os, "replace", stop_once)
-        ditto().run(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            ditto().run(tmp_path)
     assert seen
     (folder,) = store.folders(tmp_path)
     assert resume(folder).code == 0
@@ -299,7 +300,7 @@ def test_the_command_line_stops_with_130(tmp_path: Path, ditto_straight: dict[st
         done = pfed("run", *argv)
     assert done.code == 130
     assert done.out == ""
-    assert done.err == "pfed: stopped; 'pfed runs' lists what can be resumed.\n"
+    assert done.err == "pfed: Stopped after round 2; go on with 'pfed resume ditto+ft-digits-s0-1'.\n"
     (row,) = json.loads(pfed("runs", "--runs", tmp_path, "--json").out)
     assert (row["state"], row["round"], row["rounds"]) == ("stopped", 2, 4)
     assert resume(tmp_path / row["run"]).code == 0
@@ -342,6 +343,20 @@ def test_damage_costs_rounds_and_nothing_else(
 
 
 @pytest.mark.usefixtures("few_digits")
+def test_rounds_to_be_run_again_are_out_of_the_record(tmp_path: Path) -> None:
+    """Back at the beginning and stopped early, the run has no numbers of the rounds it lost."""
+    folder = stopped_run(ditto(), tmp_path, second_client_of(4))
+    for path in checkpoints(folder):
+        flip(path)
+    with interruption(second_client_of(2)), pytest.raises(KeyboardInterrupt):
+        ditto().resume(folder)
+    result = Result.load(folder)
+    assert [row["round"] for row in result.rounds] == [0, 1]
+    assert [round for round, _ in result.series["personal/local-test"]] == [1]
+    assert store.describe(folder)["round"] == 1
+
+
+@pytest.mark.usefixtures("few_digits")
 def test_a_complete_run_is_printed_again(tmp_path: Path, ditto_straight: dict[str, Any]) -> None:
     """Nothing is run, nothing is written; `resume` prints what `run` printed."""
     experiment = ditto()
@@ -366,6 +381,14 @@ def test_personal_models_of_a_complete_run_are_the_final_ones(tmp_path: Path) ->
     again = ditto()
     again.resume(folder)
     assert plain(dict(again.model(0).state_dict())) == expected
+
+
+@pytest.mark.usefixtures("few_digits")
+def test_a_stop_without_a_folder_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with interruption(second_client_of(2)), pytest.raises(KeyboardInterrupt, match="nothing is kept"):
+        ditto().run()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("few_digits")
@@ -455,6 +478,28 @@ def test_a_disk_too_full_for_the_record(tmp_path: Path, ditto_straight: dict[str
     if what == "add_round":
         assert resume(folder).code == 0
         assert_same(outcome(folder), ditto_straight)
+
+
+@pytest.mark.usefixtures("few_digits")
+def test_a_failure_costs_no_more_than_its_round(tmp_path: Path, ditto_straight: dict[str, Any]) -> None:
+    """Whatever stops a run, a checkpoint of the last whole round is left, however rare checkpoints are."""
+
+    def failing(self: Session, t: int) -> None:
+        if t == 4:
+            raise ZeroDivisionError("a bug in a method")
+        act(self, t)
+
+    act = Session._act
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "_act", failing)
+        with pytest.raises(ZeroDivisionError):
+            ditto(checkpoint_every=0).run(tmp_path)
+    (folder,) = store.folders(tmp_path)
+    assert store.describe(folder)["state"] == "failed"
+    with rounds_run() as rounds:
+        assert resume(folder).code == 0
+    assert rounds == [4, 5]
+    assert_same(outcome(folder), ditto_straight)
 
 
 @pytest.mark.usefixtures("few_digits")
@@ -572,7 +617,7 @@ def test_control_c_in_a_terminal(tmp_path: Path, method_file: Path, patient_stra
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert (out, err) == ("", "pfed: stopped; 'pfed runs' lists what can be resumed.\n")
+    assert (out, err) == ("", "pfed: Stopped after round 2; go on with 'pfed resume patient-digits-s0-1'.\n")
     assert states(tmp_path) == ["stopped"]
     (folder,) = store.folders(tmp_path)
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-000002"]

@@ -70,7 +70,23 @@ def test_every_dtype_comes_back(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [0, -1, 2**70, True, False, None, 0.1, -0.0, 1e-310, math.inf, -math.inf, math.nan, "", "naïve \n \x00 ✓ 𝛌", '{"t":"0"}'],
+    [
+        0,
+        -1,
+        2**70,
+        True,
+        False,
+        None,
+        0.1,
+        -0.0,
+        1e-310,
+        math.inf,
+        -math.inf,
+        math.nan,
+        "",
+        "naïve \n \x00 ✓ 𝛌",
+        '{"t":"0"}',
+    ],
     ids=repr,
 )
 def test_every_number_and_text_comes_back(value: Any) -> None:
@@ -162,7 +178,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     saved = BytesIO()
     torch.save({"x": trap}, saved)
     for data in (pickle.dumps(trap), saved.getvalue()):
-        with pytest.raises(Exception, match="(?i)header"):
+        with pytest.raises(Exception, match=r"(?i)header"):
             wire.decode(data)
     with pytest.raises(TypeError, match="Trap"):
         wire.encode({"x": trap})

@@ -12,7 +12,7 @@ its input and its output. Divide every group in two, and every tensor is divided
 >>> lenet.groups[0].rows
 {'conv1.weight': 1, 'conv1.bias': 1}
 >>> lenet.inputs["fc1"]  # 400 features, 25 for each of the 16 channels of group 1
-(1, 25)
+Input(group=1, each=25)
 >>> sum(int(mask.sum()) for mask in lenet.masks(Fraction(1, 2)).values())  # of 64,102 elements
 32056
 """
@@ -100,9 +100,9 @@ class Channels:
     ) -> dict[str, Tensor]:
         """The same when `counts[g]` channels of group g are private, and with `output` so many classes.
 
-        The classifier is divided by its `input` columns, by its `output` rows, or is `private` or `shared` as a whole.
-        Its bias, and tensors that belong to no hidden channel, are shared as long as any hidden channel is. Integer
-        counters never are.
+        The classifier is divided by its `input` columns (its bias is shared as long as any of them is), by its `output`
+        rows, or is `private` or `shared` as a whole. Tensors that belong to no hidden channel are shared as long as any
+        hidden channel is. Integer counters never are.
         """
         self._check(counts)
         any_shared = any(count < group.size for count, group in zip(counts, self.groups, strict=True))
@@ -110,15 +110,15 @@ class Channels:
         for count, group in zip(counts, self.groups, strict=True):
             for name, each in group.rows.items():
                 masks[name] = self._rows(name, ~_private(group.size, count, side).repeat_interleave(each))
-        weight, bias = f"{self.classifier}.weight", f"{self.classifier}.bias"
-        if classifier_split == "input":
-            columns = ~self.private_inputs(counts, side)[self.classifier]
-            masks[weight] = columns.expand(self.shapes[weight]).clone()
-        for name in {weight, bias} & masks.keys():
-            if classifier_split == "output":
-                masks[name] = self._rows(name, ~_private(self.shapes[weight][0], classes, side))
-            elif classifier_split != "input":
-                masks[name] = torch.full(self.shapes[name], classifier_split == "shared")
+        for name in {f"{self.classifier}.weight", f"{self.classifier}.bias"} & masks.keys():
+            shape = self.shapes[name]
+            if classifier_split == "input":
+                columns = ~self.private_inputs(counts, side)[self.classifier]
+                masks[name] = (columns if len(shape) == 2 else columns.any()).expand(shape).clone()
+            elif classifier_split == "output":
+                masks[name] = self._rows(name, ~_private(shape[0], classes, side))
+            else:
+                masks[name] = torch.full(shape, classifier_split == "shared")
         for name in self.counters:
             masks[name] = torch.zeros(self.shapes[name], dtype=torch.bool)
         return masks
@@ -234,8 +234,6 @@ class _Follower(fx.Interpreter):
             self._receives(n, came)
         if name == self.classifier:
             return None
-        if f"{name}.weight" in self.rows:  # the module is used a second time
-            return self.rows[f"{name}.weight"]
         depthwise = isinstance(module, _ConvNd) and module.groups == module.in_channels > 1
         if depthwise and came is not None:
             flow = Input(came.group, came.each * shape[1] // self.results[n.all_input_nodes[0]][1])
@@ -283,6 +281,7 @@ class _Follower(fx.Interpreter):
         return Input(self.joined[-1], 1)
 
     def _holds(self, n: fx.Node, module: nn.Module, flow: Input, width: int) -> None:
+        """Note whose rows a module's tensors are; one that is used twice ties the two."""
         for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if tensor.dim() and len(tensor) == width:
                 self._join(n, self.rows.setdefault(f"{n.target}.{own}", flow), flow)

@@ -142,8 +142,10 @@ def _add_fields(parser: argparse.ArgumentParser, cls: type, prefix: str = "") ->
 
 
 def _settings(arguments: argparse.Namespace, methods: Sequence[str], base: dict[str, Any]) -> dict[str, Any]:
-    """The nested configuration that flags and --set make of a base."""
-    values: dict[str, Any] = {**base, "local": dict(base.get("local", {}))}
+    """The nested configuration that flags and --set make of a base; `hyper` holds options by method."""
+    values: dict[str, Any] = {**base, "local": dict(base.get("local", {})), "hyper": {}}
+    if "hyper" in base:
+        values["hyper"][methods[0]] = dict(base["hyper"])
     for key, text in vars(arguments).items():
         if text is None or not isinstance(text, str):
             continue
@@ -163,7 +165,7 @@ def _set(values: dict[str, Any], methods: Sequence[str], key: str, text: str) ->
     from pfed import registry
 
     owner, dot, name = key.rpartition(".")
-    if owner == "local":
+    if owner == "local" and (name in options.hints(config.Local) or "local" not in methods):
         values["local"][name] = options.parse(config.Local, name, text, "local")
         return
     if not dot and key in options.hints(config.RunOptions):
@@ -179,8 +181,8 @@ def _set(values: dict[str, Any], methods: Sequence[str], key: str, text: str) ->
     if name not in defined:
         run = [] if dot else list(options.hints(config.RunOptions))
         raise unknown(f"option of {chosen[0]}", name, [*defined, *run])
-    values.setdefault(chosen[0], {})
-    values[chosen[0]] = {**values[chosen[0]], name: options.parse(defined[name], name, text)}
+    hyper = values["hyper"].setdefault(chosen[0], {})
+    hyper[name] = options.parse(defined[name], name, text)
 
 
 def _runs_folder(arguments: argparse.Namespace) -> Path:
@@ -208,7 +210,8 @@ def _run(arguments: argparse.Namespace) -> None:
 
     from pfed.experiment import Experiment
 
-    experiment = Experiment.from_config(_settings(arguments, [method], base))
+    values = _settings(arguments, [method], base)
+    experiment = Experiment.from_config({**values, "hyper": values["hyper"].get(method, {})})
     result = experiment.run(_runs_folder(arguments))
     _finish(result, arguments)
 
@@ -223,11 +226,10 @@ def _finish(result: Any, arguments: argparse.Namespace) -> None:
 def _compare(arguments: argparse.Namespace) -> None:
     values = _settings(arguments, arguments.methods, {})
     seeds = _seeds(arguments.seeds, values.pop("seed", 0))
-    hyper = {method: values.pop(method) for method in arguments.methods if method in values}
 
     from pfed.comparison import compare
 
-    comparison = compare(arguments.methods, seeds=seeds, hyper=hyper, runs=_runs_folder(arguments), **values)
+    comparison = compare(arguments.methods, seeds=seeds, runs=_runs_folder(arguments), **values)
     if arguments.report:
         from pfed.report import write
 
@@ -321,7 +323,7 @@ def _show(arguments: argparse.Namespace) -> None:
     from pfed.experiment import Experiment
 
     values = _settings(arguments, [], {})
-    federation = Experiment("local", arguments.name, **values).federation()
+    federation = Experiment("local", arguments.name, **{**values, "hyper": {}}).federation()
     print(show.text(federation))
     if arguments.out:
         show.save(federation, Path(arguments.out))

@@ -52,7 +52,7 @@ def ensure() -> bool:
         except RuntimeError as error:
             if "torchvision::" not in str(error):
                 raise
-            _forget()  # what the failed import left behind
+            _forget()  # modules that the failed import left behind belong to a package that is gone
             _define()
     boxes: Any = importlib.import_module("torchvision.ops.boxes")
     if _defined:

@@ -69,20 +69,18 @@ class Experiment:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Experiment:
-        """From the nested names of a TOML file or of a run's record: run options, [local] and [METHOD]."""
+        """From the nested names of a TOML file or of a run's record: method, run options, [local] and [hyper]."""
         values = dict(config)
         name = values.pop("method", "fedavg")
         if not isinstance(name, str):
             raise UserError(f"method must be the name of a method. Got {name!r}.")
-        return cls(
-            name, values.pop("data", "digits"), values.pop("model", "auto"), hyper=values.pop(name, {}), **values
-        )
+        return cls(name, **values)
 
     def config(self) -> dict[str, Any]:
         """The inverse of `from_config`: every option explicit."""
         run = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(self.options)}
         run["local"] = dataclasses.asdict(self.options.local)
-        return {"method": self._method_name, **run, self._method_name: self.method.hyperparameters()}
+        return {"method": self._method_name, "hyper": self.method.hyperparameters(), **run}
 
     def federation(self) -> Federation:
         """The data, divided among the clients."""

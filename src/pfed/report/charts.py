@@ -41,7 +41,7 @@ LOOK: dict[str, Any] = {
 def svg(drawn: alt.Chart | alt.LayerChart | alt.HConcatChart, label: str) -> Html:
     """A chart as an inline SVG; `label` is what a screen reader says."""
     text = io.StringIO()
-    drawn.properties(config=alt.Config.from_dict(LOOK)).save(text, format="svg")
+    drawn.configure(**LOOK).save(text, format="svg")
     # Inline, the element needs no namespace, so that the page names no address at all.
     opening = f'<svg role="img" aria-label="{escape(label)}"'
     named = re.sub(r"^<svg[^>]*?(?= width=)", lambda _: opening, text.getvalue())

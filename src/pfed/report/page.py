@@ -90,21 +90,12 @@ def _gained(row: dict[str, Any]) -> bool:
 
 def _comparison(rows: Sequence[dict[str, Any]]) -> Html:
     """The table that `Comparison.table()` prints."""
-    extra = [
-        (key, title) for key, title in (("new", "new test"), ("external", "external")) if any(r[key] for r in rows)
-    ]
-    header = [
-        "method",
-        "accuracy %",
-        "worst decile",
-        *(title for _, title in extra),
-        "gain over Local",
-        "per client",
-        "time",
-    ]
+    titles = {"new": "new test", "external": "external"}
+    extra = {key: title for key, title in titles.items() if any(row[key] for row in rows)}
+    header = ["method", "accuracy %", "worst decile", *extra.values(), "gain over Local", "per client", "time"]
     body = []
     for row in rows:
-        cells = [_spread(row[key]) for key in ("mean", "worst", *(key for key, _ in extra))]
+        cells = [_spread(row[key]) for key in ("mean", "worst", *extra)]
         gain = _spread(row["gain"], sign=True) if _gained(row) else "–"
         body.append([row["method"], *cells, gain, bytes_text(row["bytes"]), f"{row['seconds']:.1f} s"])
     return table(header, body)
@@ -115,7 +106,7 @@ def _meaning(measured: Sequence[Result]) -> str:
     flattering = ", chosen on the test data, which flatters" if any(rule.startswith("best") for rule in rules) else ""
     return (
         "Accuracy is that of each client's own model on its own test data, the mean over clients; ± is the standard "
-        f"deviation over seeds. Worst decile: the tenth of the clients that does worst. Round: {', '.join(rules)}"
+        f"deviation over seeds. Worst decile: the tenth of the clients that does worst. Reported round: {', '.join(rules)}"
         f"{flattering}. Per client: bytes up and down in the whole run."
     )
 
@@ -136,10 +127,8 @@ def _gains(comparison: Comparison) -> list[Html]:
         others = [method for method in numbers.by_method(comparison.results) if method != "local"]
         if not others:
             return [tag("p", "Only training alone was run. To compare: ", tag("code", "pfed compare local METHOD …"))]
-        command = tag("code", f"pfed compare local {' '.join(others)} …")
-        return [
-            tag("p", "No run of Local on the same clients is among these, so nobody knows yet. Make one: ", command)
-        ]
+        unknown = "No run of Local on the same clients is among these, so nobody knows yet. Make one: "
+        return [tag("p", unknown, tag("code", f"pfed compare local {' '.join(others)} …"))]
     values = [gain for by_client in gains.values() for gain in by_client.values()]
     span = (min(0.0, *values), max(0.0, *values))
     note = "Accuracy minus that of training alone, in points of percent, for each client. One scale for all methods."
@@ -182,10 +171,8 @@ def _clients(group: Sequence[Result]) -> list[Html]:
     drawn, shown = charts.data(first.clients, first.classes or [str(i) for i in range(len(counts[0]))])
     some = "" if shown == len(counts) else f" The first {shown} of {len(counts):,} clients are shown."
     seed = f" Seed {first.seed}." if len({result.seed for result in group}) > 1 else ""
-    return [
-        tag("p", headline(str(first.config.get("data", "data")), counts), "."),
-        figure(drawn, f"{size}{some}{seed}"),
-    ]
+    told = headline(str(first.config.get("data", "data")), counts)
+    return [tag("p", f"{told}."), figure(drawn, f"{size}{some}{seed}")]
 
 
 def _events(results: Sequence[Result]) -> Html:
@@ -218,8 +205,7 @@ def _settings(results: Sequence[Result]) -> list[Html]:
     runs = table(["run", "method", "seed", "state", "rounds", "engine", "versions"], rows, "words")
     parts = [tag("details", tag("summary", "Runs and versions"), runs)]
     for method, group in numbers.by_method([result for result in results if result.config]).items():
-        listed = [[name, ", ".join(values)] for name, values in numbers.options(group).items()]
-        parts.append(
-            tag("details", tag("summary", f"Configuration of {method}"), table(["option", "value"], listed, "words"))
-        )
+        listed = [[name, ", ".join(given)] for name, given in numbers.options(group).items()]
+        values = table(["option", "value"], listed, "words")
+        parts.append(tag("details", tag("summary", f"Configuration of {method}"), values))
     return parts
