@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from statistics import mean
+from statistics import fmean as mean
 from typing import Any
 
 from pfed.config import SplitOptions

@@ -106,8 +106,8 @@ def _meaning(measured: Sequence[Result]) -> str:
     flattering = ", chosen on the test data, which flatters" if any(rule.startswith("best") for rule in rules) else ""
     return (
         "Accuracy is that of each client's own model on its own test data, the mean over clients; ± is the standard "
-        f"deviation over seeds. Worst decile: the tenth of the clients that does worst. Reported round: {', '.join(rules)}"
-        f"{flattering}. Per client: bytes up and down in the whole run."
+        "deviation over seeds. Worst decile: the tenth of the clients that does worst. Per client: bytes up and down "
+        f"in the whole run. Reported round: {', '.join(rules)}{flattering}."
     )
 
 
