@@ -118,13 +118,13 @@ def run(method: str | Method, data: Federation, model: Any = mlp, **options: Any
     session = experiment._session
     assert session is not None
     states = {client: session.store.states.load(client, v) for client, v in session.exchange.versions.items()}
-    personal = {client: anatomy.tensors(experiment.model(client)) for client in session.clients}
+    personal = {client: anatomy.snapshot(experiment.model(client)) for client in session.clients}
     return Run(result, wire.copy_tree(session.server), wire.copy_tree(states), personal, watched[0].messages)
 
 
 def initial(model: Callable[[], nn.Module] = mlp, seed: int = 0) -> Tensors:
     """The tensors with which a run of this model and seed begins."""
-    return anatomy.tensors(Spec(model, classes=3, shape=(4,), seed=seed).base())
+    return anatomy.snapshot(Spec(model, classes=3, shape=(4,), seed=seed).base())
 
 
 def differences(a: object, b: object, path: str = "") -> Iterator[str]:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from pfed import anatomy
-from pfed.anatomy import ALL, BACKBONE, HEAD, NONE, NORM, SE, STATS, Part, blocks, layers, marks, stages
+from pfed.anatomy import ALL, BACKBONE, HEAD, NONE, NORM, SE, STATS, Part, marks
 from pfed.errors import UserError
+from pfed.groups import blocks, layers, stages
 from pfed.models import build
 
 
@@ -69,7 +70,7 @@ def test_parts_combine_and_equal_combinations_are_equal() -> None:
 def test_what_travels() -> None:
     model = Small()
     assert "bn.num_batches_tracked" not in anatomy.params(model)
-    assert "bn.num_batches_tracked" in anatomy.tensors(model)
+    assert "bn.num_batches_tracked" in anatomy.snapshot(model)
     assert anatomy.shareable(model, NORM) == NORM.names(model) - {"bn.num_batches_tracked"}
     marks(model).fixed, marks(model).local = frozenset({"conv.bias"}), frozenset({"bn.weight"})
     assert anatomy.shareable(model) == ALL.names(model) - {"bn.num_batches_tracked", "conv.bias", "bn.weight"}

@@ -41,7 +41,9 @@ def test_example_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.
 def _commands() -> list[str]:
     text = "\n".join(page.read_text() for page in PAGES)
     inline = re.findall(r"`(pfed [^`]+)`", text)
-    lines = re.findall(r"^\$? ?(pfed .+)$", "\n".join(re.findall(r"```(?:console|bash|sh)\n(.*?)```", text, re.DOTALL)), re.M)
+    lines = re.findall(
+        r"^\$? ?(pfed .+)$", "\n".join(re.findall(r"```(?:console|bash|sh)\n(.*?)```", text, re.DOTALL)), re.M
+    )
     joined = [re.sub(r"\s*\\?\n\s*", " ", command) for command in [*inline, *lines]]
     return sorted({command.split(" #")[0] for command in joined if "…" not in command and "|" not in command})
 

@@ -122,7 +122,9 @@ def test_too_few_clients_stop_the_run_with_the_traceback_of_the_first(tiny: Fede
     def broken(client: Any, params: Tensors) -> None:
         raise KeyError("my bug")
 
-    with pytest.raises(RunError, match=r"0 clients answered, min_clients is 1\. Client client-0: update raised KeyError") as e:
+    with pytest.raises(
+        RunError, match=r"0 clients answered, min_clients is 1\. Client client-0: update raised KeyError"
+    ) as e:
         probe(tiny, broken).run()
     assert "in broken" in str(e.value)  # the user's own line is in the traceback
 

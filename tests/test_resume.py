@@ -206,7 +206,9 @@ def test_resumed_is_straight(tmp_path: Path, case: str) -> None:
     done = resume(folder)
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out)["state"] == "complete"
-    assert_same(outcome(folder), straight_run(Experiment(method, **settings), tmp_path / "straight"))
+    found = outcome(folder)
+    assert_same(found, straight_run(Experiment(method, **settings), tmp_path / "straight"))
+    assert all(("momentum" in state) == ("momentum" in case) for state in found["clients"].values()) or "every" in case
 
 
 def at(round: int, step: str, client: int) -> Moment:

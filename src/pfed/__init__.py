@@ -42,14 +42,14 @@ _HOMES = {
     "params": "anatomy",
     "register": "registry",
     "set_head": "anatomy",
+    "snapshot": "anatomy",
     "step": "method",
-    "tensors": "anatomy",
 }
 
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
-    from pfed.anatomy import ALL, BACKBONE, HEAD, NONE, NORM, STATS, Part, params, set_head, tensors
+    from pfed.anatomy import ALL, BACKBONE, HEAD, NONE, NORM, STATS, Part, params, set_head, snapshot
     from pfed.client import Client
     from pfed.cohort import Cohort
     from pfed.comparison import compare

@@ -10,11 +10,10 @@ import operator
 import sys
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 from pfed.errors import UserError
 from pfed.tensors import Tensors
@@ -69,7 +68,7 @@ def _structure(model: nn.Module) -> tuple[object, ...]:
     return tuple(seen)
 
 
-def _once(model: nn.Module, key: Hashable, work: Callable[[nn.Module], T]) -> T:
+def once(model: nn.Module, key: Hashable, work: Callable[[nn.Module], T]) -> T:
     """The result of `work(model)`, worked out again only when the model's modules or marks have changed."""
     mark = marks(model)
     state = (_structure(model), mark.head, mark.fixed, mark.local)
@@ -92,7 +91,7 @@ class Part:
 
     def names(self, model: nn.Module) -> frozenset[str]:
         """Names in the model's state_dict."""
-        return self.select.chosen if isinstance(self.select, _Named) else _once(model, self, self.select)
+        return self.select.chosen if isinstance(self.select, _Named) else once(model, self, self.select)
 
     def __or__(self, other: Part) -> Part:
         return Part(f"{self.label}|{other.label}", _Joined(operator.or_, self, other))
@@ -145,22 +144,22 @@ def of(names: Iterable[str], label: str = "named") -> Part:
 
 def names_under(model: nn.Module, module: str) -> frozenset[str]:
     """The state_dict names below one module."""
-    return frozenset(name for name in _state_names(model) if not module or name.startswith(module + "."))
+    return frozenset(name for name in state_names(model) if not module or name.startswith(module + "."))
 
 
-def _state_names(model: nn.Module) -> tuple[str, ...]:
-    return _once(model, "state_dict", lambda m: tuple(m.state_dict(keep_vars=True)))
+def state_names(model: nn.Module) -> tuple[str, ...]:
+    return once(model, "state_dict", lambda m: tuple(m.state_dict(keep_vars=True)))
 
 
 def head_name(model: nn.Module) -> str:
     """The name of the head: as marked, or what timm calls the classifier, or the last linear layer."""
-    found = _once(model, "head", _find_head)
+    found = once(model, "head", find_head)
     if found is None:
         raise UserError(f"{type(model).__name__} has no linear layer; name its head with set_head(model, 'name').")
     return found
 
 
-def _find_head(model: nn.Module) -> str | None:
+def find_head(model: nn.Module) -> str | None:
     marked = marks(model).head
     if marked is not None:
         return marked
@@ -228,7 +227,7 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def tensors(model: nn.Module, part: Part = ALL) -> Tensors:
+def snapshot(model: nn.Module, part: Part = ALL) -> Tensors:
     """Everything in a part, counters and private tensors too: detached copies."""
     names = part.names(model)
     return Tensors({n: t.detach().clone() for n, t in model.state_dict(keep_vars=True).items() if n in names})
@@ -236,7 +235,7 @@ def tensors(model: nn.Module, part: Part = ALL) -> Tensors:
 
 def shareable(model: nn.Module, part: Part = ALL) -> frozenset[str]:
     """Names of a part that may travel: no integer counters, nothing fixed, nothing local."""
-    return _once(model, ("shareable", part), lambda m: _travel(m, part))
+    return once(model, ("shareable", part), lambda m: _travel(m, part))
 
 
 def _travel(model: nn.Module, part: Part) -> frozenset[str]:
@@ -285,132 +284,3 @@ def head(model: nn.Module, z: Tensor) -> Tensor:
     """The head applied to features."""
     out: Tensor = model.get_submodule(head_name(model))(z)
     return out
-
-
-def layers(model: nn.Module, joint_bn: bool = False) -> dict[str, Part]:
-    """Every layer with tensors of its own, the head last; `joint_bn` puts a BatchNorm with the layer it follows."""
-    return dict(_once(model, ("layers", joint_bn), lambda m: _groups(m, _layer_labels(m, joint_bn))))
-
-
-def blocks(model: nn.Module) -> dict[str, Part]:
-    """`stem`, every residual block (`s2.0` is the first of stage 2), what stands between and after them, `fc`.
-
-    A model without such blocks falls into its layers, each with its BatchNorm, and `fc`.
-    """
-
-    def work(model: nn.Module) -> dict[str, Part]:
-        labels = {owner: block for owner, (_, block) in _block_labels(model).items()}
-        return _groups(model, labels or _layer_labels(model), head="fc")
-
-    return dict(_once(model, "blocks", work))
-
-
-def stages(model: nn.Module, stem: Literal["with_s1", "own"] = "with_s1") -> dict[str, Part]:
-    """`s1`, `s2`, ... and `fc`: blocks at one resolution are one stage, and the stem belongs to the first.
-
-    A model without blocks falls into its top-level modules and `fc`.
-    """
-
-    def work(model: nn.Module) -> dict[str, Part]:
-        labels = {owner: stage for owner, (stage, _) in _block_labels(model).items()}
-        if stem == "with_s1":
-            labels = {owner: "s1" if stage == "stem" else stage for owner, stage in labels.items()}
-        top = {owner: layer.partition(".")[0] for owner, layer in _layer_labels(model).items()}
-        return _groups(model, labels or top, head="fc")
-
-    return dict(_once(model, ("stages", stem), work))
-
-
-def _owners(model: nn.Module) -> dict[str, list[str]]:
-    """The modules that hold tensors themselves, with the names of these, in the order of the state_dict."""
-    owners: dict[str, list[str]] = {}
-    for name in _state_names(model):
-        owners.setdefault(name.rpartition(".")[0], []).append(name)
-    return owners
-
-
-def _groups(model: nn.Module, labels: dict[str, str], head: str | None = None) -> dict[str, Part]:
-    """Tensors by the label of their module; the head comes last, under the label `head` if one is given."""
-    top = _once(model, "head", _find_head)
-    of_head = names_under(model, top) if top is not None else frozenset()
-    groups: dict[str, list[str]] = {}
-    for last in (False, True):
-        for owner, names in _owners(model).items():
-            if (names[0] in of_head) == last:
-                groups.setdefault(head if last and head else labels[owner], []).extend(names)
-    return {label: of(names, label) for label, names in groups.items()}
-
-
-def _layer_labels(model: nn.Module, joint_bn: bool = True) -> dict[str, str]:
-    """Each module that holds tensors -> its own name, or for a BatchNorm that of the layer before it."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    labels: dict[str, str] = {}
-    before = ""
-    for owner in _owners(model):
-        joins = joint_bn and _completes(modules[owner], modules[before])
-        labels[owner] = labels[before] if joins else owner or "model"
-        before = owner
-    return labels
-
-
-def _completes(module: nn.Module, before: nn.Module) -> bool:
-    width = {nn.Linear: "out_features", _ConvNd: "out_channels"}
-    outputs = next((getattr(before, attribute) for kind, attribute in width.items() if isinstance(before, kind)), None)
-    return isinstance(module, _BatchNorm) and module.num_features == outputs
-
-
-def _block_labels(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """Each module that holds tensors -> its stage and its block; empty if the model has no blocks."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    owners = list(_owners(model))
-    within = {owner: _block_around(owner, owners, modules) for owner in owners}
-    numbers = _number([block for block in dict.fromkeys(within.values()) if block is not None], modules)
-    labels: dict[str, tuple[str, str]] = {}
-    started = False
-    for before, owner in zip(["", *owners], owners, strict=False):
-        block = within[owner]
-        if block is not None:
-            started = True
-            stage, index = numbers[block]
-            labels[owner] = f"s{stage}", f"s{stage}.{index}"
-        elif not started:
-            labels[owner] = "stem", "stem"
-        elif within[before] is None and _completes(modules[owner], modules[before]):
-            labels[owner] = labels[before]
-        else:
-            loose = next(name for name in _ancestors(owner) if not any(f"{b}.".startswith(f"{name}.") for b in numbers))
-            labels[owner] = loose, loose
-    return labels if started else {}
-
-
-def _ancestors(name: str) -> list[str]:
-    """
-    >>> _ancestors("a.b.c")
-    ['a', 'a.b', 'a.b.c']
-    """
-    steps = name.split(".")
-    return [".".join(steps[: i + 1]) for i in range(len(steps))]
-
-
-def _block_around(owner: str, owners: list[str], modules: dict[str, nn.Module]) -> str | None:
-    """The outermost module around `owner` that stands in a list of modules and is made of layers, but is no list."""
-    lists = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    for name in _ancestors(owner):
-        listed = isinstance(modules[name.rpartition(".")[0]], lists) and not isinstance(modules[name], lists)
-        if listed and any(other.startswith(f"{name}.") for other in owners):
-            return name
-    return None
-
-
-def _number(found: list[str], modules: dict[str, nn.Module]) -> dict[str, tuple[int, int]]:
-    """Block -> its stage and its place in it; another list of modules or a stride begins a stage."""
-    numbers: dict[str, tuple[int, int]] = {}
-    stage, index, place = 0, 0, None
-    for block in found:
-        convolutions = [module for module in modules[block].modules() if isinstance(module, _ConvNd)]
-        strided = any(max(convolution.stride) > 1 for convolution in convolutions)
-        begins = strided or block.rpartition(".")[0] != place
-        stage, index = (stage + 1, 0) if begins else (stage, index + 1)
-        place = block.rpartition(".")[0]
-        numbers[block] = stage, index
-    return numbers

@@ -299,9 +299,14 @@ def _data(arguments: argparse.Namespace) -> int | None:
     from pfed.tables import bytes_text, table
 
     if arguments.action == "list":
+        found = sources.sources()
+        if arguments.json:
+            keys = ("name", "title", "samples", "size", "licence", "cached")
+            _print_json([{key: getattr(s, key) for key in keys} | {"classes": len(s.classes)} for s in found])
+            return None
         rows = [
             [s.name, s.title, str(s.samples), str(len(s.classes)), bytes_text(s.size), "yes" if s.cached else "no"]
-            for s in sources.sources()
+            for s in found
         ]
         print(table(["name", "what", "samples", "classes", "download", "here"], rows, left=2))
         return None
@@ -320,11 +325,15 @@ def _data(arguments: argparse.Namespace) -> int | None:
 
 def _show(arguments: argparse.Namespace) -> None:
     from pfed.data import show
+    from pfed.data.federate import describe
     from pfed.experiment import Experiment
 
     values = _settings(arguments, [], {})
     federation = Experiment("local", arguments.name, **{**values, "hyper": {}}).federation()
-    print(show.text(federation))
+    if arguments.json:
+        _print_json(describe(federation))
+    else:
+        print(show.text(federation))
     if arguments.out:
         show.save(federation, Path(arguments.out))
 

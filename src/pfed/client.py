@@ -110,7 +110,7 @@ class Client:
     def keep(self, model: nn.Module, part: Part = NONE) -> None:
         """Remember a part for the next rounds, and with it all that `share` would not let out."""
         stays = anatomy.ALL.names(model) - anatomy.shareable(model) - anatomy.marks(model).fixed
-        private = anatomy.tensors(model, anatomy.of(part.names(model) | stays))
+        private = anatomy.snapshot(model, anatomy.of(part.names(model) | stays))
         if private:
             self.state["kept"] = Tensors(self.state.get("kept", {})) | private
 
@@ -262,5 +262,8 @@ def schedule(rule: str, round: int, rounds: int) -> float:
 
 
 def step_fractions(rule: str) -> list[float]:
-    """The fractions of a `step:…` rule."""
-    return [float(part) for part in rule.removeprefix("step:").split(",")]
+    """The fractions of a `step:…` rule; anything else is a ValueError."""
+    kind, _, fractions = rule.partition(":")
+    if kind != "step":
+        raise ValueError(rule)
+    return [float(part) for part in fractions.split(",")]

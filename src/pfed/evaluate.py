@@ -64,7 +64,7 @@ def _predict(client: Client, method: Method, download: Payload, data: str) -> Pa
 def _weights(client: Client, method: Method, download: Payload) -> Payload:
     model = next(iter(_judged(client, method, download).values()))
     names = {n for n, t in model.state_dict(keep_vars=True).items() if t.is_floating_point()}
-    return {"weights": anatomy.tensors(model, anatomy.of(names))}
+    return {"weights": anatomy.snapshot(model, anatomy.of(names))}
 
 
 # What an engine runs beside a method's steps: it reads a client and changes nothing.

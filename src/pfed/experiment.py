@@ -152,7 +152,7 @@ class Experiment:
             return Pool(templates)
         clients = range(len(federation.clients))
         initial = {
-            c: anatomy.tensors(self.method.build(Spec(makers[c % len(makers)], *args, own=str(c)))) for c in clients
+            c: anatomy.snapshot(self.method.build(Spec(makers[c % len(makers)], *args, own=str(c)))) for c in clients
         }
         return Pool(templates, {c: c % len(makers) for c in clients}, initial)
 
@@ -218,7 +218,7 @@ def _check(method: Method, opts: RunOptions) -> None:
 def _federation(data: Any, opts: RunOptions) -> Federation:
     from pfed.data import sources, user
     from pfed.data.catalog import SOURCES
-    from pfed.data.federate import federate
+    from pfed.data.federate import federate, with_validation
 
     if isinstance(data, str):
         own = data not in SOURCES and Path(data).exists()
@@ -226,6 +226,10 @@ def _federation(data: Any, opts: RunOptions) -> Federation:
     elif not isinstance(data, (Dataset, Federation)):
         data = user.federation(data, test_fraction=opts.test_fraction, seed=opts.seed)
     federation: Federation = federate(data, opts, opts.seed) if isinstance(data, Dataset) else data
+    if isinstance(data, Federation) and opts.public:
+        raise UserError("run.public takes a share of a data set that pfed divides; these clients have their own data.")
+    if isinstance(data, Federation) and opts.validation:
+        federation = with_validation(federation, opts.validation, opts.seed)
     if opts.external is not None:
         outside = sources.load(opts.external)
         if outside.x.shape[1:] != torch.Size(federation.shape):

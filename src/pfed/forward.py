@@ -25,6 +25,17 @@ class Cache:
     examples: Callable[[], Tensor]  # all inputs in order
     frozen: list[nn.Module] = field(default_factory=list)
     _features: dict[int, Tensor] = field(default_factory=dict)
+    _heads: dict[int, nn.Module] = field(default_factory=dict)
+
+    def output(self, model: nn.Module, index: Tensor) -> Tensor | None:
+        """The model's output by way of its features, if it is one of the frozen ones."""
+        z = self.features(model, index)
+        if z is None:
+            return None
+        if id(model) not in self._heads:
+            self._heads[id(model)] = model.get_submodule(anatomy.head_name(model))
+        out: Tensor = self._heads[id(model)](z)
+        return out
 
     def features(self, model: nn.Module, index: Tensor) -> Tensor | None:
         if not any(module is model for module in self.frozen):
@@ -64,9 +75,9 @@ def head(model: nn.Module, z: Tensor) -> Tensor:
 
 def _forward(self: nn.Module, batch: Batch | Tensor) -> Tensor:
     if isinstance(batch, Batch):
-        cached = batch.cache.features(self, batch.index) if batch.cache else None
+        cached = batch.cache.output(self, batch.index) if batch.cache else None
         if cached is not None:
-            return anatomy.head(self, cached)
+            return cached
         batch = batch.x
     out: Tensor = type(self).forward(self, batch)
     return out

@@ -48,7 +48,7 @@ class Pool:
         """`architecture` says which template a client has (else the first), `initial` its own initial values."""
         self._templates = [accept_batches(template) for template in templates]
         self._architecture = architecture or {}
-        self._initial = [anatomy.tensors(template) for template in templates]
+        self._initial = [anatomy.snapshot(template) for template in templates]
         self._own = initial or {}
         self._free: list[list[nn.Module]] = [[] for _ in templates]
         self._lent: list[tuple[int, nn.Module]] = []

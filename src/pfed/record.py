@@ -71,7 +71,8 @@ class Record:
     def add_clients(self, rows: Iterable[tuple[int, str, int, int, list[int]]]) -> None:
         with self._db:
             for client, name, train, test, counts in rows:
-                row = (client, name, train, test, json.dumps(counts))
+                readable = name.encode(errors="replace").decode()  # a folder's name may be no Unicode
+                row = (client, readable, train, test, json.dumps(counts))
                 self._db.execute("INSERT OR REPLACE INTO clients VALUES (?, ?, ?, ?, ?)", row)
 
     def add_round(self, round: int, seconds: float, ledger: Ledger, evaluation: Evaluation | None) -> None:

@@ -172,23 +172,35 @@ class Comparison:
             rows.append(row)
         return rows
 
+    def label(self, result: Result) -> str:
+        """The method, and its options where runs of the same method differ in them."""
+        others = [r.config.get("hyper", {}) for r in self.results if r.method == result.method]
+        own = result.config.get("hyper", {})
+        differing = [key for key, value in own.items() if any(other.get(key) != value for other in others)]
+        return " ".join([result.method, *(f"{key}={own[key]}" for key in differing)])
+
     def rows(self) -> list[dict[str, Any]]:
         """One row per method: mean and spread over seeds of what the table shows."""
         groups: dict[str, list[Result]] = {}
         for result in self.results:
-            groups.setdefault(result.method, []).append(result)
+            groups.setdefault(self.label(result), []).append(result)
+
+        def over_seeds(group: Sequence[Result], metric: str) -> tuple[float, float] | None:
+            values = [result.metrics[metric] for result in group if metric in result.metrics]
+            return metrics.over_seeds(values) if values else None
+
         rows = []
         for method, group in groups.items():
-            gains = [sum(g.values()) / len(g) for r in group if (g := self.gain(r))]
+            gains = [sum(g.values()) / len(g) for r in group if r.method != "local" and (g := self.gain(r))]
             rows.append(
                 {
                     "method": method,
                     "seeds": len(group),
-                    "mean": _over_seeds([r.metrics[MAIN] for r in group if MAIN in r.metrics]),
-                    "worst": _over_seeds([r.metrics[f"{MAIN}/worst-decile"] for r in group if MAIN in r.metrics]),
-                    "new": _over_seeds([r.metrics[n] for r in group if (n := "ensemble/new-test") in r.metrics]),
-                    "external": _over_seeds([r.metrics[n] for r in group if (n := "ensemble/external") in r.metrics]),
-                    "gain": _over_seeds(gains),
+                    "mean": over_seeds(group, MAIN),
+                    "worst": over_seeds(group, f"{MAIN}/worst-decile"),
+                    "new": over_seeds(group, "ensemble/new-test"),
+                    "external": over_seeds(group, "ensemble/external"),
+                    "gain": metrics.over_seeds(gains) if gains else None,
                     "bytes": sum(r.bytes_up + r.bytes_down for r in group) / sum(len(r.clients) for r in group),
                     "seconds": sum(r.seconds for r in group) / len(group),
                 }
@@ -207,41 +219,33 @@ class Comparison:
             for note, methods in said.items()
         ]
 
-    def table(self) -> str:
-        """Accuracy in percent (mean over clients; ± over seeds), worst tenth, gain, bytes per client, time."""
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """The table's header and rows as texts: accuracy in percent (± over seeds), gain, bytes per client, time."""
         rows = self.rows()
-        extra = [
-            (key, title) for key, title in (("new", "new test"), ("external", "external")) if any(r[key] for r in rows)
-        ]
-        header = [
-            "method",
-            "accuracy %",
-            "worst decile",
-            *(title for _, title in extra),
-            "gain over Local",
-            "per client",
-            "time",
-        ]
-        body = []
-        for row in rows:
-            cells = [
+        titles = {"mean": "accuracy %", "worst": "worst decile", "new": "new test", "external": "external"}
+        shown = [key for key in titles if key in ("mean", "worst") or any(row[key] for row in rows)]
+        header = ["method", *(titles[key] for key in shown), "gain over Local", "per client", "time"]
+        body = [
+            [
                 row["method"],
-                _spread(row["mean"]),
-                _spread(row["worst"]),
-                *(_spread(row[key]) for key, _ in extra),
+                *(spread(row[key]) for key in shown),
+                spread(row["gain"], sign=True),
+                bytes_text(row["bytes"]),
+                f"{row['seconds']:.1f} s",
             ]
-            gain = _spread(row["gain"], sign=True) if row["method"] != "local" else "–"
-            body.append([*cells, gain, bytes_text(row["bytes"]), f"{row['seconds']:.1f} s"])
-        return table(header, body)
+            for row in rows
+        ]
+        return header, body
+
+    def table(self) -> str:
+        """The comparison as text."""
+        return table(*self.cells())
 
     __repr__ = table
 
 
-def _over_seeds(values: Sequence[float]) -> tuple[float, float] | None:
-    return metrics.over_seeds(values) if values else None
-
-
-def _spread(value: tuple[float, float] | None, sign: bool = False) -> str:
+def spread(value: tuple[float, float] | None, sign: bool = False) -> str:
+    """Mean ± deviation over seeds, in percent."""
     if value is None:
         return "–"
     mean, deviation = value

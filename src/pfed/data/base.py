@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Counts = Sequence[Sequence[int]]  # (clients, classes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,3 +124,22 @@ def union(parts: Sequence[Samples]) -> Samples:
     x = torch.cat([part.x[part.rows] for part in parts])
     y = torch.cat([part.labels for part in parts])
     return replace(first, x=x, y=y, rows=torch.arange(len(y)))
+
+
+def skew(counts: Counts) -> tuple[float, float]:
+    """Label skew and size variation.
+
+    Label skew is the mean over clients of the total-variation distance, half of sum_c |p_k(c) - p(c)|, between the
+    client's class distribution p_k and that of all samples together. Size variation is the standard deviation of the
+    clients' sizes divided by their mean. Clients without samples have no class distribution.
+
+    >>> skew([[10, 0], [0, 10]])
+    (0.5, 0.0)
+    """
+    table = np.asarray(counts, dtype=np.float64)
+    sizes = table.sum(-1)
+    if not sizes.sum():
+        return 0.0, 0.0
+    held = table[sizes > 0]
+    distances = np.abs(held / held.sum(1, keepdims=True) - table.sum(0) / table.sum()).sum(1) / 2
+    return float(distances.mean()), float(sizes.std() / sizes.mean())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from pfed import streams
 from pfed.config import SplitOptions
 from pfed.data import partition, shift
-from pfed.data.base import ClientData, Dataset, Federation, Samples
+from pfed.data.base import ClientData, Dataset, Federation, Samples, skew
 from pfed.data.partition import Parts, Rows
 from pfed.errors import UserError
 from pfed.options import validate
@@ -210,28 +210,33 @@ def _notes(dataset: Dataset, tests: list[Rows], options: SplitOptions) -> tuple[
 
 
 def describe(federation: Federation) -> dict[str, Any]:
-    """Sizes, class counts and the measured skew of a federation, as plain numbers.
-
-    Label skew is the mean over clients of the total-variation distance (half the sum of absolute differences) between
-    the client's class distribution and that of all training data: 0 for equal clients, near 1 for one of many classes
-    each. Quantity skew is the standard deviation of the sizes divided by their mean.
-    """
+    """Sizes, class counts and the measured skew of a federation, as plain numbers."""
     classes = len(federation.classes)
-    counts = torch.stack([client.train.counts(classes) for client in federation.clients]).double()
-    sizes = counts.sum(1)
-    pooled = counts.sum(0) / counts.sum()
-    distance = (counts / sizes[:, None] - pooled).abs().sum(1) / 2
+    counts = [client.train.counts(classes).tolist() for client in federation.clients]
+    label_skew, quantity_skew = skew(counts)
     return {
+        "source": federation.source,
         "clients": [client.name for client in federation.clients],
         "classes": list(federation.classes),
-        "sizes": sizes.long().tolist(),
+        "sizes": [sum(row) for row in counts],
         "test_sizes": [len(client.test) for client in federation.clients],
         "validation_sizes": [len(client.validation or ()) for client in federation.clients],
-        "class_counts": counts.long().tolist(),  # (clients, classes)
-        "label_skew": float(distance.mean()),
-        "quantity_skew": float(sizes.std(correction=0) / sizes.mean()),
+        "class_counts": counts,  # (clients, classes)
+        "label_skew": label_skew,
+        "quantity_skew": quantity_skew,
         "test": len(federation.test),
         "public": len(federation.public or ()),
         "external": len(federation.external or ()),
         "notes": list(federation.notes),
     }
+
+
+def with_validation(federation: Federation, share: float, seed: int) -> Federation:
+    """A federation that came with its clients, with a stratified share of each client's training data held out."""
+    clients = []
+    for k, client in enumerate(federation.clients):
+        rows, generator = client.train.rows.numpy(), streams.rng(seed, "partition", "validation", k)
+        rest, held_out = _carve(rows, client.train.y.numpy(), share, generator)
+        train = replace(client.train, rows=torch.from_numpy(rest))
+        clients.append(replace(client, train=train, validation=replace(train, rows=torch.from_numpy(held_out))))
+    return replace(federation, clients=tuple(clients))

@@ -9,15 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from pfed.data.base import Federation
+from pfed.data.base import Counts, Federation, skew
 from pfed.errors import UserError
 
 if TYPE_CHECKING:
     import altair as alt
 
-Counts = Sequence[Sequence[int]]  # (clients, classes)
 
 SHADES = "░▒▓█"
 ROWS, COLUMNS, WIDE, NAME = 40, 64, 16, 20  # what fits a terminal: clients, columns, wide columns, letters of a name
@@ -74,25 +71,6 @@ def headline(source: str, counts: Counts) -> str:
     shape = f"{samples:,} training samples, {clients:,} clients, {classes:,} classes"
     uneven = f"label skew {label:.2f} (0: all alike), size variation {size:.2f} (std / mean)"
     return f"{printable(source)}: {shape}; {uneven}"
-
-
-def skew(counts: Counts) -> tuple[float, float]:
-    """Label skew and size variation.
-
-    Label skew is the mean over clients of the total-variation distance, half of sum_c |p_k(c) - p(c)|, between the
-    client's class distribution p_k and that of all samples together. Size variation is the standard deviation of the
-    clients' sizes divided by their mean. Clients without samples have no class distribution.
-
-    >>> skew([[10, 0], [0, 10]])
-    (0.5, 0.0)
-    """
-    table = np.asarray(counts, dtype=np.float64)
-    sizes = table.sum(-1)
-    if not sizes.sum():
-        return 0.0, 0.0
-    held = table[sizes > 0]
-    distances = np.abs(held / held.sum(1, keepdims=True) - table.sum(0) / table.sum()).sum(1) / 2
-    return float(distances.mean()), float(sizes.std() / sizes.mean())
 
 
 def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts) -> alt.HConcatChart:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from pfed.anatomy import tensors
+from pfed.anatomy import snapshot
 from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.forward import Batch
@@ -43,7 +43,7 @@ class Ditto(Method):
 
         v = client.model(client.state.get("v"))
         client.fit(v, loss if self.lam else None)
-        client.state["v"] = tensors(v)
+        client.state["v"] = snapshot(v)
         shared = joint(client, params)
         client.trained(v)
         return {"params": shared}

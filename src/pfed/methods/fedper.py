@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pfed import anatomy
+from pfed import anatomy, groups
 from pfed.anatomy import Part
 from pfed.client import Client
 from pfed.cohort import Cohort
@@ -34,7 +34,7 @@ class FedPer(Method):
     reduces_to = (Reduction({"private": 0}, "fedavg"),)
 
     def base(self, model: nn.Module) -> Part:
-        blocks = list(anatomy.blocks(model).values())
+        blocks = list(groups.blocks(model).values())
         private = anatomy.NONE
         for block in blocks[len(blocks) - min(self.private, len(blocks)) :]:
             private = private | block

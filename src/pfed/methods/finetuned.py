@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from pfed.anatomy import ALL, HEAD, tensors
+from pfed.anatomy import ALL, HEAD, snapshot
 from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.method import Method, step
@@ -75,7 +75,7 @@ class FineTuned(Method):
     def finetune(self, client: Client, **download: Any) -> None:
         model = self._untuned(client, download)
         client.fit(model, epochs=self.ft_epochs, only=HEAD if self.ft_scope == "head" else ALL, stream="finetune")
-        client.state["tuned"] = tensors(model)
+        client.state["tuned"] = snapshot(model)
 
     def predictor(self, client: Client, **download: Any) -> dict[str, nn.Module]:
         untuned = self._untuned(client, download)

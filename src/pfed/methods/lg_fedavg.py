@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import nn
 
-from pfed import anatomy
+from pfed import anatomy, groups
 from pfed.anatomy import Part
 from pfed.client import Client
 from pfed.cohort import Cohort
@@ -40,7 +40,7 @@ class LGFedAvg(Method):
     )
 
     def top(self, model: nn.Module) -> Part:
-        layers = list(anatomy.layers(model, joint_bn=True).values())
+        layers = list(groups.layers(model, joint_bn=True).values())
         n = min(self.shared, len(layers))
         part = anatomy.NONE
         for layer in layers[len(layers) - n :] if self.lg_variant == "paper_top" else layers[:n]:

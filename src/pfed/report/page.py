@@ -9,8 +9,7 @@ from typing import Any
 from pfed.data.show import headline
 from pfed.report import charts, numbers
 from pfed.report.markup import Html, figure, join, table, tag
-from pfed.result import Comparison, Result, _spread
-from pfed.tables import bytes_text
+from pfed.result import Comparison, Result, spread
 
 EVENTS = 40  # rows of the table of events
 
@@ -66,7 +65,7 @@ def _group(group: Sequence[Result], methods: Sequence[str]) -> list[Html]:
     if measured:
         comparison = Comparison(measured)
         rows = comparison.rows()
-        parts += [tag("p", _verdict(rows)), _comparison(rows), tag("p", _meaning(measured), class_="soft")]
+        parts += [tag("p", _verdict(rows)), table(*comparison.cells()), tag("p", _meaning(measured), class_="soft")]
         parts += [tag("p", sentence) for sentence in _mixed(measured)]
         parts += [tag("h3", "Does federating help?"), *_gains(comparison)]
         parts += [tag("h3", "Accuracy over rounds and bytes"), _curves(measured, methods)]
@@ -78,27 +77,14 @@ def _group(group: Sequence[Result], methods: Sequence[str]) -> list[Html]:
 def _verdict(rows: Sequence[dict[str, Any]]) -> str:
     best = max(rows, key=lambda row: row["mean"][0])
     name = "training alone (local)" if best["method"] == "local" else best["method"]
-    gain = f", {_spread(best['gain'], sign=True)} points over training alone" if _gained(best) else ""
+    gain = f", {spread(best['gain'], sign=True)} points over training alone" if _gained(best) else ""
     if len(rows) == 1:
-        return f"The mean accuracy of {name} is {_spread(best['mean'])} %{gain}."
-    return f"Of {len(rows)} methods {name} has the highest mean accuracy, {_spread(best['mean'])} %{gain}."
+        return f"The mean accuracy of {name} is {spread(best['mean'])} %{gain}."
+    return f"Of {len(rows)} methods {name} has the highest mean accuracy, {spread(best['mean'])} %{gain}."
 
 
 def _gained(row: dict[str, Any]) -> bool:
     return row["gain"] is not None and row["method"] != "local"
-
-
-def _comparison(rows: Sequence[dict[str, Any]]) -> Html:
-    """The table that `Comparison.table()` prints."""
-    titles = {"new": "new test", "external": "external"}
-    extra = {key: title for key, title in titles.items() if any(row[key] for row in rows)}
-    header = ["method", "accuracy %", "worst decile", *extra.values(), "gain over Local", "per client", "time"]
-    body = []
-    for row in rows:
-        cells = [_spread(row[key]) for key in ("mean", "worst", *extra)]
-        gain = _spread(row["gain"], sign=True) if _gained(row) else "–"
-        body.append([row["method"], *cells, gain, bytes_text(row["bytes"]), f"{row['seconds']:.1f} s"])
-    return table(header, body)
 
 
 def _meaning(measured: Sequence[Result]) -> str:
