@@ -306,4 +306,7 @@ class TestRepresentations:
         assert linear_cka(x, y) == pytest.approx(float(expected))
 
     def test_cka_with_a_constant_is_undefined(self):
-        assert linear_cka(torch.full((7, 3), 0.1), torch.randn(7, 3)) is None
+        """In float64 the mean of seven times 0.1 is not 0.1, which must not pass for a signal."""
+        constant = torch.full((7, 3), 0.1, dtype=torch.float64)
+        assert not torch.equal(constant.mean(0), constant[0])
+        assert linear_cka(constant, torch.eye(7)) is None

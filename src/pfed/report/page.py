@@ -77,14 +77,10 @@ def _group(group: Sequence[Result], methods: Sequence[str]) -> list[Html]:
 def _verdict(rows: Sequence[dict[str, Any]]) -> str:
     best = max(rows, key=lambda row: row["mean"][0])
     name = "training alone (local)" if best["method"] == "local" else best["method"]
-    gain = f", {spread(best['gain'], sign=True)} points over training alone" if _gained(best) else ""
+    gain = f", {spread(best['gain'], sign=True)} points over training alone" if best["gain"] else ""
     if len(rows) == 1:
         return f"The mean accuracy of {name} is {spread(best['mean'])} %{gain}."
     return f"Of {len(rows)} methods {name} has the highest mean accuracy, {spread(best['mean'])} %{gain}."
-
-
-def _gained(row: dict[str, Any]) -> bool:
-    return row["gain"] is not None and row["method"] != "local"
 
 
 def _meaning(measured: Sequence[Result]) -> str:
