@@ -153,7 +153,7 @@ def test_run_takes_a_toml_file_and_flags_win(tmp_path: Path) -> None:
     path = tmp_path / "preset.toml"
     path.write_text(
         'method = "fedprox"\nclients = 4\nrounds = 2\nmodel = "mlp"\nalpha = 0.5\nmin_size = 2\n'
-        "[local]\nlr = 0.1\nmomentum = 0.5\n[fedprox]\nmu = 0.25\n"
+        "[local]\nlr = 0.1\nmomentum = 0.5\n[hyper]\nmu = 0.25\n"
     )
     split = ("--alpha", 0.5, "--min-size", 2, "--local.lr", 0.1, "--local.momentum", 0.5)
     file = good("run", path, "--runs", tmp_path / "file", "--json").json
@@ -162,10 +162,10 @@ def test_run_takes_a_toml_file_and_flags_win(tmp_path: Path) -> None:
     assert file["per_client"] == flags["per_client"]
     configs = [Result.load(tmp_path / name / file["run"]).config for name in ("file", "flags")]
     assert configs[0] == configs[1]
-    assert configs[0]["fedprox"]["mu"] == 0.25
+    assert configs[0]["hyper"]["mu"] == 0.25
     other = good("run", path, "--rounds", 1, "--set", "fedprox.mu=0.5", "--runs", tmp_path / "other", "--json").json
     assert other["rounds"] == 1
-    assert Result.load(tmp_path / "other" / other["run"]).config["fedprox"]["mu"] == 0.5
+    assert Result.load(tmp_path / "other" / other["run"]).config["hyper"]["mu"] == 0.5
 
 
 OWN = '''
@@ -207,7 +207,7 @@ def test_run_takes_a_method_from_a_file(tmp_path: Path) -> None:
     assert named["method"] == alone["method"] == "mine"
     assert [named["run"], alone["run"]] == ["mine-digits-s0-1", "mine-digits-s0-2"]
     assert named["metrics"] == alone["metrics"]
-    assert Result.load(tmp_path / named["run"]).config[f"{path}:Mine"] == {"factor": 0.5}
+    assert Result.load(tmp_path / named["run"]).config["hyper"] == {"factor": 0.5}
     assert good("resume", named["run"], "--runs", tmp_path, "--json").json == named
     bad = pfed("run", f"{path}:Mine", *SMALL, "--set", "factor=0", "--runs", tmp_path)
     assert (bad.code, bad.err) == (2, "pfed: Mine.factor must be > 0. Got 0.0.\n")
@@ -254,8 +254,8 @@ def test_compare_sets_options_method_by_method(tmp_path: Path) -> None:
     argv = ("compare", "fedprox", "ditto", *SMALL, "--set", "fedprox.mu=0.5", "--set", "ditto.lam=2", "--set", "seed=4")
     found = good(*argv, "--set", "local.lr=0.01", "--runs", tmp_path, "--json").json
     configs = [Result.load(tmp_path / row["run"]).config for row in found]
-    assert configs[0]["fedprox"]["mu"] == 0.5
-    assert configs[1]["ditto"]["lam"] == 2
+    assert configs[0]["hyper"]["mu"] == 0.5
+    assert configs[1]["hyper"]["lam"] == 2
     assert [config["seed"] for config in configs] == [4, 4]
     assert [config["local"]["lr"] for config in configs] == [0.01, 0.01]
 
@@ -390,6 +390,9 @@ def test_data_list_get_check_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert header.split() == ["name", "what", "samples", "classes", "download", "here"]
     here = {row.split()[0]: row.split()[-1] for row in rows}
     assert here == {"digits": "yes", "mnist": "no", "fashion-mnist": "no", "cifar10": "no", "usps": "no"}
+    listed = good("data", "list", "--json").json
+    assert {entry["name"]: "yes" if entry["cached"] else "no" for entry in listed} == here
+    assert listed[0]["classes"] == 10
     assert Path(good("data", "get", "digits").out.strip()).is_dir()
     assert good("data", "check", "digits").out == "digits is fine.\n"
     missing = pfed("data", "check", "mnist")
@@ -406,6 +409,9 @@ def test_data_show_draws_the_clients(tmp_path: Path) -> None:
     assert "<svg" in picture.read_text(encoding="utf-8")
     other = good("data", "show", "digits", "--clients", 5, "--classes-per-client", 2, "--seed", 2)
     assert other.out != done.out
+    found = good("data", "show", "digits", "--clients", 5, "--classes-per-client", 2, "--json").json
+    assert found["clients"] == [f"client-{k}" for k in range(5)]
+    assert all(sum(count > 0 for count in row) <= 2 for row in found["class_counts"])
 
 
 def test_where_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

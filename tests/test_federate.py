@@ -130,8 +130,9 @@ class TestPartitions:
         assert not same(split(), split(alpha=0.5))
 
     def test_the_seed_decides(self):
-        assert same(split(seed=3), split(seed=3))
-        assert not same(split(seed=3), split(seed=4))
+        data = dataset(official=True)
+        assert same(split(data, seed=3), split(data, seed=3))
+        assert not same(split(data, seed=3), split(data, seed=4))
 
     def test_options_reach_their_partition(self):
         def held(fed: Federation) -> list[int]:

@@ -184,7 +184,7 @@ def test_more_pull_keeps_clients_closer() -> None:
     for mu in (0.0, 0.1, 1.0, 4.0):
         local = {"lr": 0.2, "batch_size": 4, "epochs": 5}
         for message in go("fedprox", {"mu": mu}, mlp, rounds=1, fraction=1.0, local=local).messages:
-            difference: Tensors = message.up["params"] - message.down["params"]  # type: ignore[operator, assignment]
+            difference: Tensors = message.up["params"] - message.down["params"]
             series[message.client].append(float(difference.sqnorm().sqrt()))
     for distances in series:
         assert distances == sorted(distances, reverse=True)

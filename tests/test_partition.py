@@ -74,12 +74,6 @@ class TestClasses:
         parts = partition.classes(train, train, clients=100, per_client=10, seed=0)
         assert np.mean([len(set(train[rows])) for rows in parts.train]) == pytest.approx(6.5, abs=0.4)
 
-    def test_the_seed_decides(self):
-        train = labels(10, 40)
-        a, b, c = (partition.classes(train, train, 20, 2, seed) for seed in (1, 1, 2))
-        assert all(map(np.array_equal, a.train, b.train))
-        assert not all(map(np.array_equal, a.train, c.train))
-
     @pytest.mark.parametrize(
         ("clients", "per_client", "sentence"),
         [
@@ -286,6 +280,24 @@ class TestGroups:
     def test_too_many_clients(self):
         with pytest.raises(UserError, match=r"^clients must be <= 4, the number of groups in the data. Got 5.$"):
             partition.domain(self.train, self.test, 5)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda y, seed: partition.classes(y, y, 20, 2, seed),
+        lambda y, seed: partition.classes(y, y, 20, 2, seed, distinct=True),
+        lambda y, seed: partition.dirichlet(y, y, 5, 0.5, seed),
+        lambda y, seed: partition.iid(y, y, 5, seed),
+        lambda y, seed: partition.quantity(y, y, 5, 1.0, seed),
+        lambda y, seed: partition.femnist(y, y, 5, seed),
+    ],
+)
+def test_the_seed_decides(rule):
+    a, b, c = (rule(labels(10, 200), seed) for seed in (1, 1, 2))
+    for one, same, other in ((a.train, b.train, c.train), (a.test, b.test, c.test)):
+        assert all(map(np.array_equal, one, same))
+        assert not all(map(np.array_equal, one, other))
 
 
 class TestChecks:

@@ -132,8 +132,9 @@ def test_what_is_no_image_is_refused():
         shift_images(torch.linspace(0, 16, 16).view(1, 1, 4, 4), "blur", 1, 2, seed=0)
 
 
-def test_a_client_without_samples():
-    assert shift_images(images(0), "blur", 1, 2, seed=0).shape == (0, 1, 8, 8)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_without_samples(kind):
+    assert shift_images(images(0), kind, 1, 3, seed=0).shape == (0, 1, 8, 8)
 
 
 @settings(deadline=None, max_examples=20, derandomize=True)
