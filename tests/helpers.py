@@ -115,7 +115,7 @@ def run(method: str | Method, data: Federation, model: Any = mlp, **options: Any
 
     with mock.patch("pfed.session.engine", watch):
         result = experiment.run()
-    session = experiment._session
+    session = experiment.session
     assert session is not None
     states = {client: session.store.states.load(client, v) for client, v in session.exchange.versions.items()}
     personal = {client: anatomy.snapshot(experiment.model(client)) for client in session.clients}

@@ -46,7 +46,7 @@ def short(method: str, data: Federation, model: str = "cnn-small", **changes: An
 def run(experiment: Experiment, runs: Path | None = None) -> Session:
     """Run it, and give back the session that holds server and client states."""
     experiment.run(runs)
-    session = experiment._session
+    session = experiment.session
     assert session is not None
     return session
 
@@ -99,8 +99,8 @@ def test_resume_is_exact(method: str, model: str, tiny: Federation, tmp_path: Pa
     before = Experiment(method, tiny, model, rounds=4, fraction=0.5, local=LOCAL, checkpoint_every=2)
     result = before.resume(again)
     assert (again / last.name).read_bytes() == whole
-    assert before._session is not None
-    assert_same(states(before._session), states(straight))
+    assert before.session is not None
+    assert_same(states(before.session), states(straight))
     assert result.metrics == short(method, tiny, model, rounds=4).run().metrics
 
 

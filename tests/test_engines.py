@@ -36,8 +36,8 @@ def probe(tiny: Federation, behaviour: Any, engine: str = "serial", **options: A
 
 
 def replies(experiment: Experiment) -> dict[int, Any]:
-    assert experiment._session is not None
-    found: dict[int, Any] = experiment._session.server["replies"]
+    assert experiment.session is not None
+    found: dict[int, Any] = experiment.session.server["replies"]
     return found
 
 
@@ -94,7 +94,7 @@ def test_a_client_that_raises_is_a_failure_and_the_others_go_on(tiny: Federation
     assert [(e["client"], e["kind"], e["text"]) for e in result.events] == [
         (1, "error", "update raised ValueError: no disk")
     ]
-    session = experiment._session
+    session = experiment.session
     assert session is not None
     assert sorted(session.exchange.versions) == [0, 2, 3]
 
@@ -162,8 +162,8 @@ def test_sampling_by_fraction(tiny: Federation) -> None:
     for fraction in (0.5, 0.01):
         experiment = Experiment("fedavg", tiny, "mlp", rounds=6, fraction=fraction, eval_every=0)
         experiment.run()
-        assert experiment._session is not None
-        chosen[fraction] = [experiment._session._chosen(t) for t in range(1, 7)]
+        assert experiment.session is not None
+        chosen[fraction] = [experiment.session._chosen(t) for t in range(1, 7)]
     assert {len(ids) for ids in chosen[0.5]} == {2}
     assert {len(ids) for ids in chosen[0.01]} == {1}
     assert len({tuple(ids) for ids in chosen[0.5]}) > 1

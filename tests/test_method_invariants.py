@@ -7,6 +7,7 @@ BatchNorm, the optimiser Nesterov momentum and weight decay, and half of the cli
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ import torch.nn.functional as F
 from helpers import Residual, Run, assert_same, blobs, initial, mlp, run, same
 from torch import Tensor, nn
 
-from pfed import Experiment, Federation, Tensors, UserError, anatomy
+from pfed import Client, Cohort, Experiment, Federation, Method, Tensors, UserError, anatomy, step
 from pfed.pool import Pool
 from pfed.runner import Runner
 from pfed.sgd import SGD
 from pfed.tasks import task
+from pfed.wire import State
 
 DATA = blobs((7, 12, 5, 9))  # in batches of 4 some are incomplete, and two are single samples
 CLIENTS = range(4)
@@ -122,6 +124,40 @@ def test_unsampled_clients_are_untouched(method: str) -> None:
     assert idle
     assert all(before.states[client] and same(before.states[client], after.states[client]) for client in idle)
     assert not any(same(before.states.get(client), after.states[client]) for client in chosen)
+
+
+@dataclass(frozen=True)
+class Tally(Method):
+    """Counts a client's steps in its state; that of client 0 in round 2 breaks, but only after it has counted."""
+
+    def init(self, model: nn.Module) -> State:
+        return {}
+
+    def download(self, server: State) -> dict[str, Any]:
+        return {}
+
+    def round(self, server: State, cohort: Cohort) -> None:
+        cohort.call(self.count)
+
+    @step
+    def count(self, client: Client) -> None:
+        tally = client.state.setdefault("tally", {"steps": 0})
+        tally["steps"] += 1
+        if (client.id, client.round) == (0, 2):
+            raise ValueError("broken")
+
+    def predictor(self, client: Client) -> nn.Module:
+        return client.model()
+
+
+def test_a_broken_step_leaves_no_trace() -> None:
+    """After three rounds the client whose second step broke has counted two, as if that step had not been."""
+    experiment = Experiment(Tally(), DATA, mlp, rounds=3)
+    experiment.run()
+    session = experiment.session
+    assert session is not None
+    states = {client: session.store.states.load(client, v) for client, v in session.exchange.versions.items()}
+    assert states == {client: {"tally": {"steps": 2 if client == 0 else 3}} for client in CLIENTS}
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["fresh", "kept"])
@@ -386,13 +422,13 @@ def test_sgd_is_torchs(momentum: float, nesterov: bool, weight_decay: float) -> 
     ours, theirs = ({name: tensor.requires_grad_() for name, tensor in _draw(0).items()} for _ in range(2))
     settings: dict[str, Any] = {"lr": 0.3, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     sgd, reference = SGD(ours, **settings), torch.optim.SGD(theirs.values(), **settings)
-    for step in range(5):
-        if step == 3:
+    for i in range(5):
+        if i == 3:
             sgd = SGD(ours, **settings, buffers=sgd.buffers)
         sgd.zero_grad()
         reference.zero_grad()
-        for name, gradient in _draw(step + 1).items():
-            if name != "c" or step % 2 == 0:
+        for name, gradient in _draw(i + 1).items():
+            if name != "c" or i % 2 == 0:
                 ours[name].grad, theirs[name].grad = gradient.clone(), gradient.clone()
         sgd.step()
         reference.step()

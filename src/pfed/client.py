@@ -181,13 +181,14 @@ class Client:
         each_epoch: Callable[[nn.Module], None] | None = None,
         frozen: Literal["eval", "train"] = "eval",
         stream: str = "train",
+        memory: str | None = None,
     ) -> Fit:
         """Local SGD on a part of a model.
 
         `loss(model, batch)` is the task's unless given. `opt` is an optimiser that the method keeps itself, `extra` are
         more of them for further tensors, `grad(batch)` may change gradients before each step, `each_epoch(model)` runs
         after every epoch under the same optimiser. Modules whose tensors are all frozen are in eval mode unless
-        `frozen="train"`.
+        `frozen="train"`. Where momentum is kept between rounds, it is kept under `memory`, or the stream's name.
         """
         loss = loss or self.loss
         epochs = self.local.epochs if epochs is None and steps is None else epochs
@@ -195,7 +196,8 @@ class Client:
         _set_modes(model, names, frozen)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in names)
-        sgd = self.sgd(anatomy.trainable(model, anatomy.of(names)), stream)
+        memory = memory or stream
+        sgd = self.sgd(anatomy.trainable(model, anatomy.of(names)), memory)
         optimizers = [opt or sgd, *extra]
         cache = self._cache(model, names)
         drop_single = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
@@ -221,14 +223,14 @@ class Client:
         for parameter in model.parameters():
             parameter.requires_grad_(True)
         if opt is None and self.keeps_optimizer and sgd.buffers:
-            self.state.setdefault("momentum", {})[stream] = sgd.buffers
+            self.state.setdefault("momentum", {})[memory] = sgd.buffers
         self.fitted = model
         return Fit(done, total / done if done else math.nan)
 
-    def sgd(self, params: Mapping[str, Tensor], stream: str = "train") -> SGD:
+    def sgd(self, params: Mapping[str, Tensor], memory: str = "train") -> SGD:
         """The run's local optimiser on these parameters, with the momentum of earlier rounds where that is kept."""
         local = self.local
-        kept = self.state.get("momentum", {}).get(stream) if self.keeps_optimizer else None
+        kept = self.state.get("momentum", {}).get(memory) if self.keeps_optimizer else None
         return SGD(params, self.lr, local.momentum, local.nesterov, local.weight_decay, kept)
 
     def _cache(self, model: nn.Module, names: frozenset[str]) -> Cache | None:
@@ -254,7 +256,7 @@ def _set_modes(model: nn.Module, names: frozenset[str], frozen: Literal["eval", 
 
 def schedule(rule: str, round: int, rounds: int) -> float:
     """The factor on the learning rate in a round: constant, cosine, or step:F1,F2 (a tenth from each fraction on)."""
-    if rule == "constant":
+    if rule == "constant" or not 1 <= round <= rounds:  # before and after the rounds the rate is the plain one
         return 1.0
     if rule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * (round - 1) / max(rounds, 1)))

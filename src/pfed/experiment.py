@@ -64,7 +64,7 @@ class Experiment:
         run_options["model"] = model if isinstance(model, str) else "own model"
         self.options: RunOptions = options.make(RunOptions, run_options, "the run")
         self._federation: Federation | None = None
-        self._session: Session | None = None
+        self.session: Session | None = None
         _check(self.method, self.options)
 
     @classmethod
@@ -104,18 +104,18 @@ class Experiment:
 
     def model(self, client: int) -> nn.Module:
         """The personal model of a client, as the run left it."""
-        if self._session is None:
+        if self.session is None:
             raise UserError("There are no personal models yet: run or resume the experiment first.")
-        if client not in self._session.clients:
-            raise UserError(f"client must be one of 0 to {len(self._session.clients) - 1}. Got {client}.")
-        return self._session.personal(client)
+        if client not in self.session.clients:
+            raise UserError(f"client must be one of 0 to {len(self.session.clients) - 1}. Got {client}.")
+        return self.session.personal(client)
 
     def _run(self, opened: Store, models: Pool) -> Result:
         record = opened.record
         if not record.get("created"):
             self._describe(opened)
         with _one_thread():
-            self._session = session = Session(self.method, self.options, self.federation(), models, opened)
+            self.session = session = Session(self.method, self.options, self.federation(), models, opened)
             if record.get("state") == "complete":
                 return Result(record, opened.run)
             record.set(state="running")
@@ -205,6 +205,8 @@ def _check(method: Method, opts: RunOptions) -> None:
         raise UserError(f"{method.label} does not do {opts.task}; it does {', '.join(sorted(method.tasks))}.")
     if opts.select == "validation" and not opts.validation and opts.data != "own data":
         raise UserError("run.select 'validation' needs validation data. Set run.validation, for example to 0.1.")
+    if opts.local.nesterov and not opts.local.momentum:
+        raise UserError("local.nesterov needs local.momentum > 0. Got 0.")
     rule = opts.local.schedule
     if rule not in ("constant", "cosine"):
         try:

@@ -120,6 +120,6 @@ def mark(templates: Sequence[nn.Module], bn: str) -> None:
 
 def check_same(templates: Sequence[nn.Module], method: str) -> None:
     """Refuse different architectures for a method that averages whole models."""
-    shapes = [{name: tuple(t.shape) for name, t in t_.state_dict().items()} for t_ in templates]
-    if any(shape != shapes[0] for shape in shapes):
+    shapes = {tuple((name, tuple(t.shape)) for name, t in model.state_dict().items()) for model in templates}
+    if len(shapes) > 1:
         raise UserError(f"{method} needs the same architecture at every client. Got {len(shapes)} different ones.")

@@ -42,7 +42,7 @@ class Ditto(Method):
             return client.loss(model, batch) + self.lam / 2 * sqdist(model, params)
 
         v = client.model(client.state.get("v"))
-        client.fit(v, loss if self.lam else None)
+        client.fit(v, loss if self.lam else None, memory="v")
         client.state["v"] = snapshot(v)
         shared = joint(client, params)
         client.trained(v)
