@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import re
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 import pfed as package
-from pfed import Experiment, cli, registry
+from pfed import Experiment, cli, progress, registry
 from pfed.data import sources
 from pfed.result import Result
 
@@ -125,8 +126,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_sees_progress(tmp_path: Path) -> None:
+def test_a_terminal_sees_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Round, accuracy, samples per second, bytes and time left; gone at the end, and never on stdout."""
+    every_time = functools.partial(progress.tqdm, mininterval=0, miniters=1)  # else a fast round may not be shown
+    monkeypatch.setattr(progress, "tqdm", every_time)
     screen = Terminal()
     done = pfed("run", "fedavg", *SMALL, "--runs", tmp_path, "--json", err=screen)
     assert done.code == 0
