@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +116,25 @@ def test_a_bad_reply_is_a_failure_with_its_reason(tiny: Federation, reply: Any, 
     result = experiment.run()
     assert sorted(replies(experiment)) == [0, 1, 2]
     assert [event["kind"] for event in result.events] == ["bad reply"]
-    assert pytest.importorskip("re").search(reason, result.events[0]["text"])
+    assert re.search(reason, result.events[0]["text"])
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (lambda p: {}, "there is no 'params' in it"),
+        (lambda p: {"params": p.only(list(p)[:1])}, "params does not fit that of the other clients"),
+    ],
+)
+def test_what_cannot_be_averaged_is_a_failure(tiny: Federation, reply: Any, reason: str) -> None:
+    @dataclass(frozen=True)
+    class Averaging(Probe):
+        def round(self, server: Any, cohort: Any) -> None:
+            server["params"] = cohort.mean(self.update, "params", **self.download(server))
+
+    BEHAVIOUR[0] = lambda client, params: reply(params) if client.id == 2 else {"params": params}
+    result = Experiment(Averaging(), tiny, "mlp", rounds=1).run()
+    assert [(event["client"], event["text"]) for event in result.events] == [(2, reason)]
 
 
 def test_too_few_clients_stop_the_run_with_the_traceback_of_the_first(tiny: Federation) -> None:

@@ -143,6 +143,9 @@ def _add_fields(parser: argparse.ArgumentParser, cls: type, prefix: str = "") ->
 
 def _settings(arguments: argparse.Namespace, methods: Sequence[str], base: dict[str, Any]) -> dict[str, Any]:
     """The nested configuration that flags and --set make of a base; `hyper` holds options by method."""
+    for table in ("local", "hyper"):
+        if not isinstance(base.get(table, {}), dict):
+            raise UserError(f"{table} must be a table of options. Got {base[table]!r}.")
     values: dict[str, Any] = {**base, "local": dict(base.get("local", {})), "hyper": {}}
     if "hyper" in base:
         values["hyper"][methods[0]] = dict(base["hyper"])
@@ -207,6 +210,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _run(arguments: argparse.Namespace) -> None:
     base = _read_toml(Path(arguments.what)) if arguments.what.endswith(".toml") else {"method": arguments.what}
     method = base.get("method", "fedavg")
+    if not isinstance(method, str):
+        raise UserError(f"method must be the name of a method. Got {method!r}.")
 
     from pfed.experiment import Experiment
 
@@ -242,7 +247,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 def _seeds(text: str, first: int) -> list[int]:
     parts = text.split(",")
-    if not all(part.strip().isdigit() for part in parts) or parts == ["0"]:
+    if not all(part.strip().isdecimal() for part in parts) or (len(parts) == 1 and not int(text)):
         raise UserError(f"--seeds must be how many, or a list as in 0,1,2. Got {text!r}.")
     return [int(part) for part in parts] if len(parts) > 1 else [first + i for i in range(int(text))]
 
@@ -269,7 +274,7 @@ def _runs(arguments: argparse.Namespace) -> None:
     if arguments.action == "rm":
         if not arguments.names:
             raise UserError("'pfed runs rm' takes the names of runs.")
-        for folder in [store.find(runs, name) for name in arguments.names]:
+        for folder in [store.find(runs, name) for name in dict.fromkeys(arguments.names)]:
             store.remove(folder)
         return
     rows = store.listing(runs)

@@ -268,4 +268,7 @@ def step_fractions(rule: str) -> list[float]:
     kind, _, fractions = rule.partition(":")
     if kind != "step":
         raise ValueError(rule)
-    return [float(part) for part in fractions.split(",")]
+    found = [float(part) for part in fractions.split(",")]
+    if not all(0 <= fraction <= 1 for fraction in found):
+        raise ValueError(rule)
+    return found

@@ -17,6 +17,7 @@ from pfed.errors import RunError
 from pfed.method import Aggregation, Average, Each, Method, Replies
 from pfed.pool import Pool
 from pfed.tasks import Task
+from pfed.tensors import Tensors
 from pfed.wire import Payload
 
 MEBIBYTE = 2**20
@@ -57,13 +58,17 @@ class Exchange:
         self._limit = 8 * model.nbytes + 64 * MEBIBYTE
 
     def train(
-        self, step: str, round: int, ids: Iterable[int], payload: Mapping[str, Any]
+        self, step: str, round: int, ids: Iterable[int], payload: Mapping[str, Any], key: str | None = None
     ) -> Iterator[tuple[int, Reply]]:
-        """Run a training step; yields accepted answers by ascending client id."""
+        """Run a training step; yields accepted answers by ascending client id.
+
+        Where the value under `key` is to be averaged, it must have the names and shapes of the first one.
+        """
         self.calls += 1
         chosen = self._present(round, ids)
         call = self._call(step, round, chosen, payload, self.calls)
         answered, slowest = 0, 0.0
+        pattern: Any = None
         for client, answer in _ascending(chosen, self.engine.map(call)):
             sent = {**call.common, **call.own[client]}
             self._count(self.ledger.down, client, sent)
@@ -72,6 +77,13 @@ class Exchange:
                 slowest = max(slowest, seconds)
                 self._count(self.ledger.up, client, answer.payload)
                 answer = self._inspect(answer, sent, seconds)
+            if isinstance(answer, Reply) and key is not None:
+                found = _pattern(answer.payload.get(key))
+                pattern = found if pattern is None else pattern
+                if found is None:
+                    answer = Failure("bad reply", f"there is no {key!r} in it")
+                elif found != pattern:
+                    answer = Failure("bad reply", f"{key} does not fit that of the other clients")
             if isinstance(answer, Failure):
                 self.ledger.failures[client] = answer
                 continue
@@ -146,6 +158,13 @@ class Exchange:
         return f"{text} Client {self.names[client]}: {failure.reason}\n{failure.detail}".rstrip()
 
 
+def _pattern(value: Any) -> Any:
+    """The names and shapes of a value."""
+    if isinstance(value, Tensors):
+        return {name: tuple(tensor.shape) for name, tensor in value.items()}
+    return tuple(value.shape) if isinstance(value, Tensor) else None if value is None else type(value)
+
+
 def _ascending(ids: list[int], answers: Iterable[tuple[int, Reply | Failure]]) -> Iterator[tuple[int, Reply | Failure]]:
     """Bring answers into the order of ids, holding back those that come early."""
     waiting: dict[int, Reply | Failure] = {}
@@ -180,11 +199,8 @@ class Cohort:
     def mean(self, step: Callable[..., Any], key: str, **payload: Any) -> Any:
         """Run a step and average one value of the answers as they arrive: memory does not grow with the cohort."""
         fold = Average(self._agg)
-        for client, reply in self._exchange.train(step.__name__, self.round, self.ids, payload):
-            try:
-                fold.add(reply.payload[key], reply.weight)
-            except (KeyError, RuntimeError) as error:
-                raise RunError(f"The {key!r} of client {self._exchange.names[client]} does not fit: {error}") from error
+        for _, reply in self._exchange.train(step.__name__, self.round, self.ids, payload, key):
+            fold.add(reply.payload[key], reply.weight)
         return fold.value()
 
     def only(self, ids: Iterable[int]) -> Cohort:

@@ -21,7 +21,7 @@ from pfed import anatomy, options, pool, registry, store
 from pfed.client import step_fractions
 from pfed.config import Local, RunOptions
 from pfed.data.base import Dataset, Federation, Samples
-from pfed.errors import RunError, UserError
+from pfed.errors import RunError, UserError, unknown
 from pfed.method import Method
 from pfed.pool import Pool, Spec
 from pfed.progress import Progress
@@ -74,6 +74,14 @@ class Experiment:
         name = values.pop("method", "fedavg")
         if not isinstance(name, str):
             raise UserError(f"method must be the name of a method. Got {name!r}.")
+        known = {*options.hints(RunOptions), "method", "hyper"}
+        for key, value in values.items():
+            if key not in known:
+                raise unknown("option of the run", key, known)
+            if key in ("local", "hyper") and not isinstance(value, Mapping):
+                raise UserError(f"{key} must be a table of options. Got {value!r}.")
+            if key in ("data", "model") and not isinstance(value, str):
+                raise UserError(f"run.{key} must be a text. Got {value!r}.")
         return cls(name, **values)
 
     def config(self) -> dict[str, Any]:
@@ -99,8 +107,22 @@ class Experiment:
 
     def resume(self, folder: str | Path) -> Result:
         """Go on from the last good checkpoint of a run of this experiment."""
-        with contextlib.closing(Store(Path(folder))) as opened:
-            return self._run(opened, self._pool())
+        folder = Path(folder)
+        if not (folder / "record.sqlite").is_file():
+            raise UserError(f"There is no run in {str(folder)!r}.")
+        models = self._pool()
+        with contextlib.closing(Store(folder)) as opened:
+            self._check_own(opened)
+            return self._run(opened, models)
+
+    def _check_own(self, opened: Store) -> None:
+        """Refuse to go on with a run of another method, seed or federation."""
+        record = opened.record
+        found = {"method": record.get("method"), "seed": record.get("seed"), "clients": len(record.clients())}
+        own = {"method": self.method.label, "seed": self.options.seed, "clients": len(self.federation().clients)}
+        for key, value in own.items():
+            if record.get("created") and found[key] != value:
+                raise UserError(f"Run {opened.run!r} is another experiment's: its {key} is {found[key]}. Got {value}.")
 
     def model(self, client: int) -> nn.Module:
         """The personal model of a client, as the run left it."""
@@ -111,12 +133,18 @@ class Experiment:
         return self.session.personal(client)
 
     def _run(self, opened: Store, models: Pool) -> Result:
+        try:
+            return self._go(opened, models)
+        except sqlite3.Error as error:
+            raise RunError(f"The record of run {opened.run!r} can't be written: {error}.") from error
+
+    def _go(self, opened: Store, models: Pool) -> Result:
         record = opened.record
         if not record.get("created"):
             self._describe(opened)
         with _one_thread():
             self.session = session = Session(self.method, self.options, self.federation(), models, opened)
-            if record.get("state") == "complete":
+            if record.get("state") == "complete" and session.done.round == session.last:
                 return Result(record, opened.run)
             record.set(state="running")
             try:
@@ -129,12 +157,11 @@ class Experiment:
                     if opened.folder
                     else "Stopped; without a runs folder nothing is kept."
                 ) from None
-            except sqlite3.Error as error:
-                raise RunError(f"The record of run {opened.run!r} can't be written: {error}.") from error
             except Exception as error:
                 text = str(error).partition("\n")[0] or type(error).__name__
-                record.event(session.done.round + 1, "failed", text)
-                record.set(state="failed")
+                with contextlib.suppress(sqlite3.Error):
+                    record.event(session.done.round + 1, "failed", text)
+                    record.set(state="failed")
                 raise
             record.set(state="complete")
             return Result(record, opened.run)

@@ -104,7 +104,7 @@ def parse(cls: type, key: str, text: str, name: str | None = None) -> Any:
         raise unknown(f"option of {name or cls.__name__}", key, hints(cls))
     hint = hints(cls)[key]
     alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for alternative in alternatives:
+    for alternative in sorted(alternatives, key=lambda hint: hint is not types.NoneType):
         value = _parse_as(alternative, text)
         if value is not _NO and _fits(alternative, value):
             return value

@@ -50,7 +50,10 @@ class Record:
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version > SCHEMA:
                 raise UserError(f"{path} has record version {version}, this pfed reads up to {SCHEMA}.")
-            if not readonly:
+            if readonly and version == 0:  # the process died before it wrote anything
+                self._db = sqlite3.connect(":memory:")
+                self._db.executescript(TABLES)
+            elif not readonly:
                 self._db.execute(f"PRAGMA user_version = {SCHEMA}")
         except sqlite3.Error as error:
             raise RunError(f"The record {path} can't be opened: {error}.") from error

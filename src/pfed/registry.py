@@ -62,6 +62,9 @@ def make(name: str, values: Mapping[str, Any]) -> Method:
         from pfed.methods.finetuned import FineTuned
 
         own = {key: value for key, value in values.items() if key in options.hints(FineTuned) and key != "base"}
+        for key in values:
+            if key not in fields(name):
+                raise unknown(f"option of {name}", key, fields(name))
         rest = {key: value for key, value in values.items() if key not in own}
         return FineTuned(base=make(name.removesuffix(SUFFIX), rest), **own)
     cls = find(name)

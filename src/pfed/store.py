@@ -95,10 +95,11 @@ class Store:
                 _write(self.folder / segment, states)
             _write(self.folder / f"checkpoint-{checkpoint.round:06d}", tree)
         except OSError as error:
-            last = max((number for number, _ in self._checkpoints()), default=0)
+            last = max((number for number, _ in self._checkpoints()), default=None)
+            good = "There is none before it" if last is None else f"The last good one is of round {last}"
             raise RunError(
                 f"The checkpoint of round {checkpoint.round} can't be written: {error.strerror or error}."
-                f" The last good one is of round {last}; make room and go on with 'pfed resume {self.run}'."
+                f" {good}; make room and go on with 'pfed resume {self.run}'."
             ) from error
         self._segments = segments
         self._clean()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -42,7 +43,7 @@ def nbytes(payload: Mapping[str, Value]) -> int:
 def fault(reply: Mapping[str, Value], sent: Mapping[str, Value], model: Mapping[str, Tensor], limit: int) -> str | None:
     """What is wrong with a reply, if anything: its size, its numbers, the names and shapes of the model's tensors.
 
-    A tensor of the model arrives in the model's shape, or packed to one dimension with no more elements.
+    A tensor of the model arrives in the model's shape, or, unless it was sent whole, packed to one dimension.
     """
     if (size := nbytes(reply)) > limit:
         return f"sent {size} bytes, more than the limit of {limit}"
@@ -52,11 +53,13 @@ def fault(reply: Mapping[str, Value], sent: Mapping[str, Value], model: Mapping[
             label = f"{key}[{name!r}]" if name else key
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 return f"{label} is not finite"
-            if isinstance(tensor, float) and tensor != tensor:
-                return f"{label} is not a number"
+            if isinstance(tensor, float) and not math.isfinite(tensor):
+                return f"{label} is not a number" if math.isnan(tensor) else f"{label} is not finite"
             if isinstance(tensor, Tensor) and name in model:
                 want = model[name]
-                packed = tensor.dim() == 1 and tensor.numel() <= want.numel()
+                given = known.get(name) if isinstance(known, Tensors) else None
+                may_pack = given is None or given.dim() == 1
+                packed = may_pack and tensor.dim() == 1 and tensor.numel() <= want.numel()
                 if tensor.dtype != want.dtype or (tensor.shape != want.shape and not packed):
                     return f"{label} is {_kind(tensor)}, not {_kind(want)}"
             elif name and isinstance(known, Tensors) and name not in known:
@@ -92,6 +95,8 @@ def encode(tree: State) -> bytes:
             return {"t": str(len(tensors) - 1)}
         if isinstance(node, dict):
             kind = "T" if isinstance(node, Tensors) else "d"
+            if strange := [key for key in node if not isinstance(key, (str, int))]:
+                raise TypeError(f"A key is a {type(strange[0]).__name__}; use texts and whole numbers.")
             return {kind: [[key, skeleton(value)] for key, value in node.items()]}
         if isinstance(node, _SCALARS):
             return {"v": node}
