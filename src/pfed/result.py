@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,16 +208,22 @@ class Comparison:
         return rows
 
     def notes(self) -> list[str]:
-        """What the runs' notes say, each once, with the method where only some say it."""
-        said: dict[str, list[str]] = {}
+        """What the runs' notes say, each once, with the methods and seeds where only some say it."""
+        said: dict[str, list[Result]] = {}
         for result in self.results:
             for note in result.notes():
-                said.setdefault(note, []).append(result.method)
-        everyone = {result.method for result in self.results}
-        return [
-            note if set(methods) == everyone else f"{', '.join(sorted(set(methods)))}: {note}"
-            for note, methods in said.items()
-        ]
+                said.setdefault(note, []).append(result)
+
+        def only(key: Callable[[Result], Any], runs: Sequence[Result]) -> list[str]:
+            some = {key(run) for run in runs}
+            return [] if some == {key(run) for run in self.results} else [", ".join(map(str, sorted(some)))]
+
+        lines = []
+        for note, runs in said.items():
+            seeds = [f"seed {seed}" for seed in only(lambda run: run.seed, runs)]
+            where = [*only(lambda run: run.method, runs), *seeds]
+            lines.append(f"{', '.join(where)}: {note}" if where else note)
+        return lines
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """The table's header and rows as texts: accuracy in percent (± over seeds), gain, bytes per client, time."""
