@@ -43,8 +43,9 @@ class Place:
     runs: Path
 
     def files(self) -> list[Path]:
-        """All but those that SQLite puts beside a record while it is read."""
-        return sorted(path for path in self.folder.rglob("*") if not path.name.startswith("record.sqlite-"))
+        """All but those that SQLite puts beside a record while it is read, and Python beside a file it imports."""
+        found = [path for path in self.folder.rglob("*") if not path.name.startswith("record.sqlite-")]
+        return sorted(path for path in found if "__pycache__" not in path.parts)
 
     def refused(self, *argv: str, runs: Path | None = None) -> str:
         """The one sentence of a command that must be refused and must leave nothing behind."""

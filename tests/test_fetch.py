@@ -187,7 +187,9 @@ def test_debian_packages_are_opened_but_not_installed(tmp_path: Path) -> None:
 def fake_client(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """An npm of our own, first and last in the path."""
     folder.mkdir()
-    (folder / "npm").write_text(f"#!{sys.executable}\n{script}\n")
+    (folder / "npm.py").write_text(script)
+    # A shell in between: no interpreter line may hold a path with a space.
+    (folder / "npm").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{folder / "npm.py"}" "$@"\n')
     (folder / "npm").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
 
