@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,15 +77,20 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"pfed {pfed.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
 
-    def command(name: str, help: str, run: Callable[[argparse.Namespace], int | None]) -> Parser:
-        made: Parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+    def command(
+        name: str, help: str, run: Callable[[argparse.Namespace], int | None], usage: str | None = None
+    ) -> Parser:
+        text = f"{help[0].upper()}{help[1:]}."
+        made: Parser = commands.add_parser(name, help=help, description=text, usage=usage, allow_abbrev=False)
         made.set_defaults(run=run)
         return made
 
-    one = command("run", "run a method, or what a TOML file says", _run)
+    one = command("run", "run a method, or what a TOML file says", _run, "pfed run METHOD|FILE.toml [OPTION…]")
     one.add_argument("what", metavar="METHOD|FILE.toml", help="a method by name, FILE.py[:CLASS], or a TOML file")
     _add_run_options(one)
-    several = command("compare", "run several methods on the same clients and seeds", _compare)
+    several = command(
+        "compare", "run several methods on the same clients and seeds", _compare, "pfed compare METHOD… [OPTION…]"
+    )
     several.add_argument("methods", nargs="+", metavar="METHOD")
     several.add_argument("--seeds", metavar="N|A,B,…", default="1", help="how many seeds, or which")
     several.add_argument("--report", metavar="FILE", help="also write a report")
@@ -100,12 +105,14 @@ def _parser() -> Parser:
     known = command("methods", "list the methods, or describe one", _methods)
     known.add_argument("name", nargs="?", metavar="NAME")
     _add_common(known)
-    data = command("data", "list, get, check or show data sets", _data)
+    data = command(
+        "data", "list, get, check or show data sets", _data, "pfed data list|get|check|show [NAME] [OPTION…]"
+    )
     data.add_argument("action", choices=["list", "get", "check", "show"])
     data.add_argument("name", nargs="?", metavar="NAME", help="a data set, or your own folder or CSV file")
     data.add_argument("--force", action="store_true", help="get: fetch again")
     data.add_argument("--out", metavar="FILE", help="show: also write a picture (.png or .svg)")
-    _add_fields(data, config.SplitOptions)
+    _add_fields(data, config.SplitOptions, "How the data are divided")
     data.add_argument("--seed", default=None)
     _add_common(data)
     page = command("report", "write an HTML page about runs", _report)
@@ -121,24 +128,30 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    _add_fields(parser, config.RunOptions)
-    _add_fields(parser, config.Local, "local.")
+    divided = {field.name for field in fields(config.SplitOptions)}
+    _add_fields(parser, config.RunOptions, "The run", leave_out={*divided, "local"})
+    _add_fields(parser, config.SplitOptions, "How the data are divided")
+    _add_fields(parser, config.Local, "How a client trains", prefix="local.")
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], help="any option: of the run, local.*, or METHOD.*"
     )
     _add_common(parser)
 
 
-def _add_fields(parser: argparse.ArgumentParser, cls: type, prefix: str = "") -> None:
+def _add_fields(
+    parser: argparse.ArgumentParser, cls: type, title: str, prefix: str = "", leave_out: Collection[str] = ()
+) -> None:
     """A flag for each option of a dataclass; values are parsed later, where the error can name the option."""
-    group = parser.add_argument_group(f"{cls.__doc__}")
+    group = parser.add_argument_group(title)
     for field in fields(cls):
-        if field.name == "local":
+        if field.name in leave_out:
             continue
-        names = dict.fromkeys(f"--{prefix}{name}" for name in (field.name.replace("_", "-"), field.name))
-        default = "" if field.default is None else f" [{field.default}]"
+        default = "" if field.default is None else f" [{str(field.default).lower()}]"
         text = f"{field.metadata.get('help', '')}{default}".replace("%", "%%")
-        group.add_argument(*names, dest=f"{prefix}{field.name}", metavar="V", default=None, help=text)
+        flag, name = f"--{prefix}{field.name.replace('_', '-')}", f"{prefix}{field.name}"
+        group.add_argument(flag, dest=name, metavar=options.form(cls, field.name), default=None, help=text)
+        if "_" in field.name:  # as it is written in files and in Python
+            group.add_argument(f"--{name}", dest=name, default=None, help=argparse.SUPPRESS)
 
 
 def _settings(arguments: argparse.Namespace, methods: Sequence[str], base: dict[str, Any]) -> dict[str, Any]:
@@ -281,7 +294,9 @@ def _runs(arguments: argparse.Namespace) -> None:
     if arguments.json:
         _print_json(rows)
         return
-    cells = [[r["run"], r["state"], f"{r['round']}/{r['rounds']}", bytes_text(r["bytes"])] for r in rows]
+    cells = [
+        [r["run"], r["state"], f"{min(r['round'], r['rounds'])}/{r['rounds']}", bytes_text(r["bytes"])] for r in rows
+    ]
     print(table(["run", "state", "round", "size"], cells, left=2) if rows else f"No runs in {runs}.")
 
 

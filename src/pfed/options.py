@@ -111,6 +111,19 @@ def parse(cls: type, key: str, text: str, name: str | None = None) -> Any:
     raise UserError(f"{name or cls.__name__}.{key} must be {_describe(alternatives)}. Got {text!r}.")
 
 
+def form(cls: type, key: str) -> str:
+    """What an option takes, in a word: its choices, or int, float, text."""
+    hint = hints(cls)[key]
+    alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    words = []
+    for alternative in alternatives:
+        if get_origin(alternative) is Literal:
+            words += [str(choice) for choice in get_args(alternative)]
+        elif alternative is not types.NoneType:
+            words.append({bool: "true|false", int: "int", float: "float"}.get(alternative, "text"))
+    return "|".join(words)
+
+
 _NO = object()
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 from pfed import options
 from pfed.errors import UserError, unknown
@@ -90,7 +90,7 @@ def describe(name: str | None = None) -> list[dict[str, Any]]:
         title, _, paper = _doc(cls).splitlines()[0].rstrip(".").partition(" (")
         defaults = {f.name: f for f in dataclasses.fields(cls) if f.name != "base"}  # type: ignore[arg-type]
         about = {
-            field: {"default": f.default, "type": _type_text(cls, field), "help": f.metadata.get("help", "")}
+            field: {"default": f.default, "type": options.form(cls, field), "help": f.metadata.get("help", "")}
             for field, f in defaults.items()
         }
         entry = {
@@ -124,12 +124,6 @@ def _class(name: str) -> type[Method]:
 
 def _doc(cls: type) -> str:
     return inspect.getdoc(cls) or cls.__name__
-
-
-def _type_text(cls: type, field: str) -> str:
-    hint = options.hints(cls)[field]
-    choices = get_args(hint) if get_origin(hint) is Literal else ()
-    return " | ".join(map(str, choices)) if choices else getattr(hint, "__name__", str(hint))
 
 
 def _from_file(path: Path, cls: str) -> type[Method]:
