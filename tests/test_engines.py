@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pfed import Each, Experiment, Federation, Method, RunError, Tensors, UserError, step
+from pfed import Each, Experiment, Federation, Method, RunError, Tensors, UserError, compare, step
 from pfed.engines.debug import StepError
 
 
@@ -199,3 +199,18 @@ def test_simulated_seconds(tiny: Federation) -> None:
     slow = Experiment("fedavg", tiny, "mlp", rounds=1, stragglers=1.0).run()
     assert plain.rounds[1]["simulated"] == pytest.approx(0.026)
     assert slow.rounds[1]["simulated"] == pytest.approx(0.26)
+
+
+@pytest.mark.parametrize("need", ["public", "validation"])
+def test_data_that_a_method_needs(need: str) -> None:
+    """Without them one sentence; in a comparison they are taken out for all methods alike."""
+
+    @dataclass(frozen=True)
+    class Needy(Probe):
+        needs = frozenset({need})
+
+    BEHAVIOUR[0] = lambda client, params: {}
+    with pytest.raises(UserError, match=rf"needy needs {need} data\. Set run\.{need}, for example to 0\.1\."):
+        Experiment(Needy(), "digits", "mlp", rounds=1).run()
+    both = compare([Needy(), "local"], data="digits", model="mlp", rounds=1)
+    assert [result.config[need] for result in both.results] == [0.1, 0.1]

@@ -94,6 +94,7 @@ class Experiment:
         """The data, divided among the clients."""
         if self._federation is None:
             self._federation = _federation(self._data, self.options)
+            _check_needs(self.method, self._federation)
         return self._federation
 
     def run(self, runs: str | Path | None = None) -> Result:
@@ -242,6 +243,16 @@ def _check(method: Method, opts: RunOptions) -> None:
             raise UserError(f"local.schedule must be constant, cosine or step:F,F,…. Got {rule!r}.") from None
     if opts.min_clients > opts.clients and opts.data != "own data":
         raise UserError(f"run.min_clients must be <= run.clients ({opts.clients}). Got {opts.min_clients}.")
+
+
+def _check_needs(method: Method, federation: Federation) -> None:
+    has = {
+        "public": federation.public is not None,
+        "validation": all(client.validation is not None for client in federation.clients),
+    }
+    for need, there in has.items():
+        if need in method.needs and not there:
+            raise UserError(f"{method.label} needs {need} data. Set run.{need}, for example to 0.1.")
 
 
 def _federation(data: Any, opts: RunOptions) -> Federation:

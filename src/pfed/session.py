@@ -17,7 +17,7 @@ from pfed.engines import engine
 from pfed.engines.base import POOLED
 from pfed.errors import RunError
 from pfed.evaluate import Evaluator
-from pfed.method import Method
+from pfed.method import Each, Method
 from pfed.pool import Pool
 from pfed.progress import Progress
 from pfed.runner import Runner
@@ -72,7 +72,7 @@ class Session:
         """A copy of the client's personal model as it is now."""
         state = self.store.states.load(client, self.exchange.versions.get(client, 0))
         download = {
-            key: value.of(client) if hasattr(value, "of") else value
+            key: value.of(client) if isinstance(value, Each) else value
             for key, value in self.method.download(self.server).items()
         }
         owner = self._runner.client(client, self.done.round, wire.copy_tree(state))
