@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 
 demo: .venv/ready
 	$(PY) -m pfed compare local fedavg fedper fedrep ditto --data digits --clients 20 --classes-per-client 2 \
-		--test-fraction 0.9 --model mlp --rounds 30 --local.epochs 3 --local.lr 0.1 --set ditto.lam=0.1 --seeds 3 \
+		--test-fraction 0.9 --model mlp --rounds 30 --local.epochs 3 --local.lr 0.1 --set ditto.lam=0.1 --seeds 3 --eval-every 3 \
 		--runs runs --report report.html
 	@echo "The report is report.html; the runs are in runs."
 
