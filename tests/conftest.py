@@ -18,7 +18,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tiny() -> Federation:
-    """Four clients with 17 to 26 training digits of three classes each, and ten test digits."""
+    """Four clients with 17 to 26 training digits of three classes each, and ten test digits; 80 public ones."""
     digits = load("digits")
     pool = Samples.of(digits.x, digits.y)
     clients = []
@@ -27,4 +27,5 @@ def tiny() -> Federation:
         rows = rows[torch.arange(36) * 7 % 36]  # classes mixed, in a fixed order
         clients.append(ClientData(f"client-{k}", pool.part(rows[:size]), pool.part(rows[26:])))
     everything = torch.cat([client.test.rows for client in clients])
-    return Federation(tuple(clients), digits.classes, pool.part(everything), source="tiny digits")
+    public = pool.part(range(len(digits.y) - 80, len(digits.y)))
+    return Federation(tuple(clients), digits.classes, pool.part(everything), public, source="tiny digits")

@@ -28,6 +28,7 @@ class Marks:
     head: str | None = None  # the module that is the head, where structure does not tell
     fixed: frozenset[str] = field(default=frozenset())  # tensors that never change nor travel (an ETF frame)
     local: frozenset[str] = field(default=frozenset())  # tensors that stay at the client: BN policy, own shapes
+    shape: tuple[int, ...] = ()  # of one input
 
 
 def marks(model: nn.Module) -> Marks:

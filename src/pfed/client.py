@@ -66,6 +66,7 @@ class Client:
 
     def __post_init__(self) -> None:
         self.loss: Loss = self.task.loss
+        self._sums: dict[str, tuple[float, int]] = {}
         self._augment = self.task.augment(self.options.augment)
 
     @property
@@ -95,9 +96,20 @@ class Client:
         self.streams_used.add(stream)
         return streams.rng(self.options.seed, "method", self.id, self.round, stream)
 
+    def common_rng(self, stream: str, *key: int) -> np.random.Generator:
+        """A random stream that the server and all clients have in common (`cohort.common_rng`)."""
+        return streams.rng(self.options.seed, "common", stream, *key)
+
     def log(self, **numbers: float) -> None:
         """Numbers for plots. They are recorded at the client's side and are not payload."""
         self.records.update({name: float(value) for name, value in numbers.items()})
+
+    def log_mean(self, **numbers: float | Tensor) -> None:
+        """Numbers of one batch for plots: what is recorded is the mean over the batches of this step."""
+        for name, value in numbers.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + float(value), count + 1
+            self.records[name] = self._sums[name][0] / self._sums[name][1]
 
     def model(self, *tensors: Tensors | None) -> nn.Module:
         """A module with the given tensors (the last wins), else what was kept, else the run's initial values."""

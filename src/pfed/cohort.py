@@ -187,6 +187,7 @@ class Cohort:
         self.rounds = exchange.options.rounds
         self.total = len(exchange.engine.ids)
         self.public = exchange.public
+        self.answered: list[int] = []  # who answered the last call
 
     def call(self, step: Callable[..., Any], **payload: Any) -> Replies:
         """Run a step on every client of the cohort and wait for all answers."""
@@ -194,13 +195,16 @@ class Cohort:
         for client, reply in self._exchange.train(step.__name__, self.round, self.ids, payload):
             replies[client] = reply.payload
             replies.weights[client] = reply.weight
+        self.answered = list(replies)
         return replies
 
     def mean(self, step: Callable[..., Any], key: str, **payload: Any) -> Any:
         """Run a step and average one value of the answers as they arrive: memory does not grow with the cohort."""
         fold = Average(self._agg)
-        for _, reply in self._exchange.train(step.__name__, self.round, self.ids, payload, key):
+        self.answered = []
+        for client, reply in self._exchange.train(step.__name__, self.round, self.ids, payload, key):
             fold.add(reply.payload[key], reply.weight)
+            self.answered.append(client)
         return fold.value()
 
     def only(self, ids: Iterable[int]) -> Cohort:
@@ -219,9 +223,13 @@ class Cohort:
         """A random stream of the server in this round."""
         return streams.rng(self._exchange.options.seed, "server", self.round, stream)
 
-    def log(self, **numbers: float) -> None:
-        """Numbers of the server for plots."""
-        self._exchange.ledger.logs.update({(POOLED, name): float(value) for name, value in numbers.items()})
+    def common_rng(self, stream: str, *key: int) -> np.random.Generator:
+        """A random stream that the server and all clients have in common (`client.common_rng`)."""
+        return streams.rng(self._exchange.options.seed, "common", stream, *key)
+
+    def log(self, client: int = POOLED, /, **numbers: float) -> None:
+        """Numbers for plots: of the server, or what it knows of a client."""
+        self._exchange.ledger.logs.update({(client, name): float(value) for name, value in numbers.items()})
 
     @property
     def _agg(self) -> Aggregation:

@@ -95,6 +95,7 @@ class Experiment:
         if self._federation is None:
             self._federation = _federation(self._data, self.options)
             _check_needs(self.method, self._federation)
+            self.method.check(self.options, self._federation)
         return self._federation
 
     def run(self, runs: str | Path | None = None) -> Result:
@@ -175,7 +176,7 @@ class Experiment:
         templates = [self.method.build(Spec(make, *args)) for make in makers]
         if len(makers) > 1 and self.method.same_architecture:
             pool.check_same(templates, self.method.label)
-        pool.mark(templates, self.options.bn)
+        pool.mark(templates, self.options.bn, federation.shape)
         if len(makers) == 1:
             return Pool(templates)
         clients = range(len(federation.clients))

@@ -6,12 +6,14 @@ method (exact shortcuts).
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfed import anatomy
 
@@ -71,6 +73,22 @@ def features(model: nn.Module, batch: Batch | Tensor) -> Tensor:
 def head(model: nn.Module, z: Tensor) -> Tensor:
     """The head applied to features."""
     return anatomy.head(model, z)
+
+
+@contextlib.contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Inside, BatchNorm in train mode takes the batch's statistics and leaves the running ones alone.
+
+    For passes beside the one that trains: sub-networks, distillation on other images.
+    """
+    tracking = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
+    for module in tracking:
+        module.track_running_stats = False
+    try:
+        yield
+    finally:
+        for module in tracking:
+            module.track_running_stats = True
 
 
 def _forward(self: nn.Module, batch: Batch | Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from pfed.wire import Payload, State, Value
 if TYPE_CHECKING:
     from pfed.client import Client
     from pfed.cohort import Cohort
+    from pfed.config import RunOptions
+    from pfed.data.base import Federation
     from pfed.pool import Spec
 
 Aggregation = Literal["samples", "uniform"]
@@ -99,6 +101,7 @@ class Method:
     same_architecture = True  # every client's model must be of one kind
     needs: frozenset[str] = frozenset()  # of: public, validation, pooled, replies (individual ones, not only means)
     tasks: frozenset[str] = frozenset({"classification"})
+    sends_all = False  # the whole model travels, so what a client keeps of it is no secret
     keep_optimizer = False  # momentum survives between rounds unless the run says otherwise
     reduces_to: tuple[Reduction, ...] = ()  # identities, which the tests hold bit for bit
 
@@ -114,6 +117,9 @@ class Method:
     def participation(self) -> Literal["sampled", "all"]:
         """Who takes part in a round: the sampled fraction, or everyone."""
         return "sampled"
+
+    def check(self, options: RunOptions, federation: Federation) -> None:
+        """Refuse, with a UserError, a run that makes no sense with this method."""
 
     def build(self, spec: Spec) -> nn.Module:
         """The model of a client; may add heads, projectors, fixed classifiers by `spec.add`."""

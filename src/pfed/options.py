@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pfed.errors import UserError, unknown
@@ -26,10 +26,16 @@ def option(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    check: Callable[[Any], str | None] | None = None,
 ) -> T:
-    """A dataclass field with a default, a line of help and the range of its values."""
+    """A dataclass field with a default, a line of help and the range of its values, or of each one in a list.
+
+    `check(value)` is for rules of another kind: it says what the value must be, or nothing if it is that.
+    """
     rules = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    metadata = {"help": help, "rules": {k: v for k, v in rules.items() if v is not None}}
+    metadata: dict[str, Any] = {"help": help, "rules": {k: v for k, v in rules.items() if v is not None}}
+    if check is not None:
+        metadata["check"] = check
     field: T = dataclasses.field(default=default, metadata=metadata)
     return field
 
@@ -54,10 +60,15 @@ def validate(instance: Any, name: str | None = None) -> None:
         value = getattr(instance, field.name)
         where = f"{name or cls.__name__}.{field.name}"
         _check_type(where, hints(cls)[field.name], value)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            for rule, bound in field.metadata.get("rules", {}).items():
-                if not _holds(rule, value, bound):
-                    raise UserError(f"{where} must be {_SIGNS[rule]} {bound}. Got {value}.")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                for rule, bound in field.metadata.get("rules", {}).items():
+                    if not _holds(rule, number, bound):
+                        raise UserError(f"{where} must be {_SIGNS[rule]} {bound}. Got {number}.")
+        check = field.metadata.get("check")
+        wanted = check(value) if check is not None else None
+        if wanted is not None:
+            raise UserError(f"{where} must be {wanted}. Got {value!r}.")
 
 
 def _check_type(where: str, hint: Any, value: Any) -> None:

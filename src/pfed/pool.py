@@ -104,8 +104,11 @@ class Pool:
         return self._steady[kind, modes]
 
 
-def mark(templates: Sequence[nn.Module], bn: str) -> None:
-    """Note on each template what stays at the client: by the BN policy, and where names or shapes are not common."""
+def mark(templates: Sequence[nn.Module], bn: str, shape: tuple[int, ...] = ()) -> None:
+    """Note on each template the shape of an input, and what stays at the client.
+
+    That is what the BN policy says, and tensors whose names or shapes are not common to all.
+    """
     policy: dict[str, Part] = {"share": anatomy.NONE, "local-stats": anatomy.STATS, "local-all": anatomy.NORM}
     states = [template.state_dict(keep_vars=True) for template in templates]
     for template, state in zip(templates, states, strict=True):
@@ -115,6 +118,7 @@ def mark(templates: Sequence[nn.Module], bn: str) -> None:
             if any(name not in other or other[name].shape != tensor.shape for other in states)
         }
         marks: Marks = anatomy.marks(template)
+        marks.shape = shape
         marks.local = marks.local | policy[bn].names(template) | own
 
 

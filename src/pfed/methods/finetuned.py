@@ -9,6 +9,8 @@ from torch import nn
 from pfed.anatomy import ALL, HEAD, snapshot
 from pfed.client import Client
 from pfed.cohort import Cohort
+from pfed.config import RunOptions
+from pfed.data.base import Federation
 from pfed.method import Method, step
 from pfed.options import option
 from pfed.pool import Spec
@@ -34,7 +36,7 @@ class FineTuned(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("agg", "needs", "tasks", "keep_optimizer", "same_architecture"):
+        for name in ("agg", "needs", "tasks", "keep_optimizer", "same_architecture", "sends_all"):
             if hasattr(self.base, name):
                 object.__setattr__(self, name, getattr(self.base, name))
 
@@ -51,6 +53,9 @@ class FineTuned(Method):
 
     def steps(self) -> dict[str, Callable[..., Mapping[str, Value] | None]]:
         return {**self.base.steps(), "finetune": self.finetune}
+
+    def check(self, options: RunOptions, federation: Federation) -> None:
+        self.base.check(options, federation)
 
     def build(self, spec: Spec) -> nn.Module:
         return self.base.build(spec)
