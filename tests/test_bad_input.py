@@ -31,7 +31,7 @@ def _small_data() -> Iterator[None]:
     other = Dataset("usps", torch.zeros(20, 1, 16, 16), torch.arange(20) % 10, digits.classes)
     with pytest.MonkeyPatch.context() as patch:
         known = {"digits": few, "usps": other}
-        patch.setattr(sources, "load", lambda name, folder=None: known.get(name) or original(name, folder))
+        patch.setattr(sources, "load", lambda name, **size: known.get(name) or original(name, **size))
         yield
 
 
@@ -67,6 +67,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(tmp_path, tmp_path / "runs")
 
 
+NO_PACS = (
+    "PACS is not here and cannot be fetched: get it from the project page of Li et al., Deeper, Broader and Artier "
+    "Domain Generalization, ICCV 2017, put the file pacs_96px.npz or the folders photo, art_painting, cartoon, sketch "
+    "into a folder named pacs and set PFED_DATA to the folder above it."
+)
 MISTAKES = {
     # what was typed: what must be said
     "run fedrpe": "There is no method 'fedrpe'. Did you mean 'fedrep'?",
@@ -129,6 +134,11 @@ MISTAKES = {
     "data show digit": "There is no data set 'digit'. Did you mean 'digits'?",
     "data get digit": "There is no data set 'digit'. Did you mean 'digits'?",
     "data check digit": "There is no data set 'digit'. Did you mean 'digits'?",
+    **{f"{command} pacs": NO_PACS for command in ("run fedavg --data", "data get", "data check", "data show")},
+    "run fedavg --data mnist --image-size 64": (
+        "image_size resizes image files, and mnist comes in 28x28 pixels; leave it out."
+    ),
+    "run fedavg --public-in-train true": "run.public_in_train needs run.public > 0. Got 0.",
     "data show": "'pfed data show' takes the name of a data set.",
     "run fedavg --external digit": "There is no data set 'digit'. Did you mean 'digits'?",
     "run fedavg --clients 4 --external usps": (

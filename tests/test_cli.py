@@ -33,7 +33,9 @@ def _few_digits() -> Iterator[None]:
     few = dataclasses.replace(digits, x=digits.x[:120], y=digits.y[:120])
     original = sources.load
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "load", lambda name, folder=None: few if name == "digits" else original(name, folder))
+        patch.setattr(
+            sources, "load", lambda name, *more, **size: few if name == "digits" else original(name, *more, **size)
+        )
         yield
 
 
@@ -392,7 +394,9 @@ def test_data_list_get_check_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     header, _, *rows = good("data", "list").out.splitlines()
     assert header.split() == ["name", "what", "samples", "classes", "download", "here"]
     here = {row.split()[0]: row.split()[-1] for row in rows}
-    assert here == {"digits": "yes", "mnist": "no", "fashion-mnist": "no", "cifar10": "no", "usps": "no"}
+    others = ("mnist", "fashion-mnist", "cifar10", "usps", "pacs")
+    assert here == {"digits": "yes", **dict.fromkeys(others, "no")}
+    assert re.search(r"by hand +no$", rows[-1])
     listed = good("data", "list", "--json").json
     assert {entry["name"]: "yes" if entry["cached"] else "no" for entry in listed} == here
     assert listed[0]["classes"] == 10
@@ -439,13 +443,23 @@ COMMON = {"--help", "--json", "--runs"}
 SPLIT = {
     *("--alpha", "--balance-cap", "--classes-per-client", "--client-column", "--clients", "--distinct-classes"),
     *("--femnist-pointer", "--groups", "--image-size", "--label-column", "--min-size", "--partition", "--public"),
-    *("--shift", "--sigma", "--test-fraction", "--test-split", "--validation"),
+    *("--public-in-train", "--shift", "--sigma", "--test-fraction", "--test-split", "--train-cap", "--validation"),
 }
 RUN = {
     *("--augment", "--bn", "--checkpoint-every", "--data", "--deadline", "--dropout", "--engine", "--eval-every"),
     *("--eval-point", "--exact-shortcuts", "--external", "--fraction", "--head", "--keep-optimizer", "--min-clients"),
-    *("--model", "--new-test", "--new-test-every", "--rounds", "--seed", "--select", "--set", "--slowdown"),
-    *("--stragglers", "--task", "--local.batch-size", "--local.epochs", "--local.lr", "--local.momentum"),
+    *(
+        "--model",
+        "--new-test",
+        "--new-test-every",
+        "--pretrained",
+        "--representation",
+        "--rounds",
+        "--seed",
+        "--select",
+        "--set",
+    ),
+    *("--slowdown", "--stragglers", "--task", "--local.batch-size", "--local.epochs", "--local.lr", "--local.momentum"),
     *("--local.nesterov", "--local.schedule", "--local.weight-decay"),
 }
 COMMANDS = {

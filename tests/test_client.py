@@ -13,7 +13,7 @@ from pfed import BACKBONE, HEAD, NORM, Federation, Tensors, features, head, para
 from pfed.anatomy import marks, of
 from pfed.client import Client, schedule
 from pfed.config import Local, RunOptions
-from pfed.forward import Batch, Cache
+from pfed.forward import Batch, Cache, quiet
 from pfed.models import build
 from pfed.pool import Pool
 from pfed.tasks.classification import Classification, crop_flip, flip
@@ -249,3 +249,38 @@ def test_fixed_tensors_neither_train_nor_travel(tiny: Federation) -> None:
     assert "fc2.weight" not in client.share(model)
     client.keep(model, HEAD)
     assert "fc2.bias" in client.state["kept"]
+
+
+def test_quiet_passes_use_the_batch_and_leave_the_running_statistics_alone(tiny: Federation) -> None:
+    client = make(tiny)
+    batch = client.examples()
+    loud, hushed = client.model().train(), client.model().train()
+    before = snapshot(hushed)
+    with quiet(hushed):
+        out = hushed(batch)
+    assert torch.equal(out, loud(batch))
+    assert not changed(before, hushed)
+    assert changed(before, loud)
+    hushed(batch)  # afterwards it counts again
+    assert changed(before, hushed) == changed(before, loud)
+
+
+def test_means_over_batches_are_logged_once(tiny: Federation) -> None:
+    client = make(tiny)
+    for value in (1.0, 2.0, 6.0):
+        client.log_mean(loss=torch.tensor(value), half=value / 2)
+    assert client.records == {"loss": 3.0, "half": 1.5}
+
+
+def test_a_common_stream_is_the_same_for_all_clients_and_rounds_and_differs_by_name_and_key(tiny: Federation) -> None:
+    def draw(client: Client, *key: Any) -> int:
+        return int(client.common_rng(*key).integers(2**62))
+
+    first = draw(make(tiny), "common_batch", 3)
+    assert first == draw(make(tiny, id=2, round=5), "common_batch", 3)
+    others = [
+        draw(make(tiny), "common_batch", 4),
+        draw(make(tiny), "other", 3),
+        draw(make(tiny, seed=1), "common_batch", 3),
+    ]
+    assert len({first, *others}) == 4

@@ -214,3 +214,56 @@ def test_data_that_a_method_needs(need: str) -> None:
         Experiment(Needy(), "digits", "mlp", rounds=1).run()
     both = compare([Needy(), "local"], data="digits", model="mlp", rounds=1)
     assert [result.config[need] for result in both.results] == [0.1, 0.1]
+
+
+@dataclass(frozen=True)
+class Server(Method):
+    """Notes what a server sees: who answered, a stream in common with the clients, and logs about clients."""
+
+    def round(self, server: Any, cohort: Any) -> None:
+        if cohort.round == 1:
+            cohort.call(self.update)
+        else:
+            server["mean"] = cohort.mean(self.update, "draw")
+        server[cohort.round] = {"answered": ",".join(map(str, cohort.answered))}
+        server["draw"] = float(cohort.common_rng("dice", 1).random())
+        cohort.log(own=1)
+        cohort.log(2, about=3)
+
+    @step
+    def update(self, client: Any) -> Any:
+        if (client.id, client.round) in ((0, 1), (3, 2)):
+            raise ValueError
+        client.log(seen=client.id)
+        return {"draw": client.common_rng("dice", 1).random()}
+
+    def predictor(self, client: Any, **download: Any) -> Any:
+        return client.model()
+
+
+def test_the_server_knows_who_answered_shares_a_stream_and_logs_about_clients(tiny: Federation) -> None:
+    experiment = Experiment(Server(), tiny, "mlp", rounds=2)
+    result = experiment.run()
+    assert experiment.session is not None
+    server = experiment.session.server
+    assert [server[round]["answered"] for round in (1, 2)] == ["1,2,3", "0,1,2"]
+    assert server["mean"] == server["draw"]  # all clients drew what the server drew
+    logs = {(round, client, name): value for round, client, name, value in result.logs}
+    assert logs[1, -1, "own"] == 1
+    assert logs[2, 2, "about"] == 3
+    assert logs[2, 0, "seen"] == 0
+
+
+@dataclass(frozen=True)
+class Picky(Server):
+    """Wants three rounds."""
+
+    def check(self, options: Any, federation: Any) -> None:
+        if options.rounds < 3:
+            raise UserError(f"Picky needs 3 rounds with {len(federation.clients)} clients. Got {options.rounds}.")
+
+
+def test_a_method_can_refuse_a_run_before_it_begins(tiny: Federation, tmp_path: Any) -> None:
+    with pytest.raises(UserError, match=r"Picky needs 3 rounds with 4 clients\. Got 2\."):
+        Experiment(Picky(), tiny, "mlp", rounds=2).run(tmp_path)
+    assert not list(tmp_path.iterdir())

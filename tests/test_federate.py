@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pfed import Experiment
 from pfed.config import SplitOptions
 from pfed.data.base import ClientData, Dataset, Federation, Samples
 from pfed.data.federate import describe, federate
@@ -56,7 +57,10 @@ class TestApart:
     @settings(deadline=None, max_examples=25, derandomize=True)
     @given(
         st.sampled_from(
-            ["iid", "classes", "dirichlet", "quantity", "femnist", "domain", "natural", "concept", "feature"]
+            [
+                *("iid", "replicated", "classes", "dirichlet", "quantity"),
+                *("femnist", "domain", "natural", "concept", "feature"),
+            ]
         ),
         st.sampled_from([0.0, 0.2]),
         st.sampled_from([0.0, 0.1]),
@@ -73,6 +77,8 @@ class TestApart:
         tested = rows([fed.test])
         assert not set(tested) & {*trained, *apart}
         assert {row for client in fed.clients for row in client.test.rows.tolist()} <= set(tested)
+        if kind == "replicated":  # whose clients all hold the same samples
+            trained, apart = sorted(set(trained)), sorted(set(apart))
         if kind != "femnist":  # whose clients may hold the same sample
             assert sorted(trained + apart + tested) == list(range(600))
 
@@ -104,6 +110,17 @@ class TestApart:
         assert torch.equal(fed.public.rows, other.public.rows)
         assert split().public is None
 
+    def test_the_public_set_may_stay_in_training(self):
+        fed, apart, whole = split(public=0.25, public_in_train=True), split(public=0.25), split()
+        assert fed.public is not None
+        assert apart.public is not None
+        assert torch.equal(fed.public.rows, apart.public.rows)
+        assert set(rows([fed.public])) <= set(rows([c.train for c in fed.clients]))
+        assert same(fed, whole)
+        assert not set(rows([apart.public])) & set(rows([c.train for c in apart.clients]))
+        assert "the public set is part of the training samples too" in fed.notes
+        assert not any("public" in note for note in apart.notes)
+
     def test_validation_is_a_stratified_share_of_each_client(self):
         fed = split(validation=0.25)
         for client in fed.clients:
@@ -111,6 +128,17 @@ class TestApart:
             assert client.validation.counts(5).tolist() == [6] * 5
             assert client.train.counts(5).tolist() == [18] * 5
         assert all(client.validation is None for client in split().clients)
+
+    def test_a_cap_takes_evenly_from_a_clients_classes_and_leaves_its_test_data(self):
+        whole, capped = split(partition="iid"), split(partition="iid", train_cap=20)
+        assert [len(client.train) for client in capped.clients] == [20] * 4
+        for client, before in zip(capped.clients, whole.clients, strict=True):
+            assert set(client.train.rows.tolist()) < set(before.train.rows.tolist())
+            assert client.train.counts(5).tolist() == [4] * 5
+            assert torch.equal(client.test.rows, before.test.rows)
+        assert same(whole, split(partition="iid", train_cap=10_000))
+        copies = split(partition="replicated", train_cap=30, validation=0.1).clients
+        assert all(torch.equal(copies[0].train.rows, other.train.rows) for other in copies[1:])
 
     def test_a_client_with_one_sample_keeps_it(self):
         fed = split(dataset(n=30), clients=24, validation=0.5)
@@ -128,6 +156,26 @@ class TestPartitions:
         assert same(split(classes_per_client=5), split(partition="classes", classes_per_client=5))
         assert same(split(alpha=0.5), split(partition="dirichlet", alpha=0.5))
         assert not same(split(), split(alpha=0.5))
+
+    def test_auto_makes_a_client_of_each_domain_unless_told_otherwise(self):
+        data = replace(dataset(groups=4), domains=True)
+        assert same(split(data), split(data, partition="domain"))
+        assert [client.name for client in split(data).clients] == [f"site {g}" for g in range(4)]
+        assert same(split(data, alpha=0.5), split(data, partition="dirichlet", alpha=0.5))
+        assert same(split(data, classes_per_client=5), split(data, partition="classes", classes_per_client=5))
+        assert not same(split(data), split(data, partition="iid"))
+        other = replace(data, domains=False)  # such as writers
+        assert same(split(other), split(data, partition="iid"))
+
+    def test_replicated_gives_every_client_all_samples_and_the_same_validation_set(self):
+        fed = split(dataset(official=True), partition="replicated", clients=3, validation=0.2)
+        assert len(fed.clients) == 3
+        for client in fed.clients:
+            assert client.validation is not None
+            assert rows([client.train, client.validation]) == list(range(450))
+            assert rows([client.test]) == list(range(450, 600))
+        assert len({tuple(client.train.rows.tolist()) for client in fed.clients}) == 1
+        assert fed.notes == ("every client holds all training samples",)
 
     def test_the_seed_decides(self):
         data = dataset(official=True)
@@ -229,6 +277,16 @@ class TestShifts:
         owned = torch.cat([client.train.rows, client.test.rows])
         assert torch.equal(client.train.x[owned], shift_images(data.x[owned], "noise", 2, 4, seed=7))
 
+    @pytest.mark.parametrize("shift", [{"partition": "feature", "shift": "inversion"}, {"partition": "concept"}])
+    def test_a_public_set_in_training_is_shifted_for_its_owners_only(self, shift):
+        data = dataset()
+        fed = split(data, public=0.25, public_in_train=True, **shift)
+        assert fed.public is not None
+        assert fed.public.x is data.x
+        assert fed.public.y is data.y
+        held = fed.clients[0].train
+        assert not (torch.equal(held.x, data.x) and torch.equal(held.y, data.y))
+
     def test_concept_permutes_labels_by_group_of_clients(self):
         data = dataset()
         iid, fed = split(data), split(data, partition="concept", groups=3)
@@ -265,6 +323,11 @@ class TestShifts:
         ),
         ({"partition": "concept", "test_split": "global"}, "Partition concept needs test_split matched"),
         ({"partition": "concept", "groups": 5}, "groups must be <= clients (4). Got 5."),
+        ({"public_in_train": True}, "run.public_in_train needs run.public > 0. Got 0."),
+        (
+            {"partition": "replicated", "shift": "noise"},
+            "shift is an option of partition feature, but the partition is",
+        ),
         ({"clients": 0}, "run.clients must be >= 1. Got 0."),
         ({"partition": "shards"}, "run.partition must be 'auto' or 'classes'"),
     ],
@@ -274,6 +337,14 @@ def test_a_bad_request_is_one_clear_sentence(options, sentence):
         split(**options)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"public": 0.1}, {"public_in_train": True}])
+def test_clients_with_their_own_data_give_none_of_it_to_a_public_set(options):
+    with pytest.raises(
+        UserError, match=r"run.public takes a share of a data set that pfed divides; these clients have"
+    ):
+        Experiment("local", split(), **options).federation()
 
 
 def test_bad_data_are_one_clear_sentence():

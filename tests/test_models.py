@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import pytest
 import torch
 
 from pfed import models
 from pfed.anatomy import features, head, head_name
 from pfed.channels import channels
+from pfed.data.fetch import File
 from pfed.errors import UserError
+from pfed.models import weights
 
 COUNTS = [
     ("mlp", 10, (1, 28, 28), 784 * 200 + 200 + 200 * 10 + 10),
@@ -141,3 +146,39 @@ def test_what_does_not_fit(name: str, shape: tuple[int, ...], message: str) -> N
 def test_no_class() -> None:
     with pytest.raises(UserError, match=r"at least 1 class. Got 0."):
         models.build("mlp", classes=0, shape=(4,))
+
+
+def test_imagenet_weights_are_looked_for_checked_and_given_to_all_but_the_head(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Here the file is one made of a model with a thousand classes; the real ones come from torchvision's address."""
+    torch.manual_seed(1)
+    published = models.build("torchvision:resnet18", classes=1000, shape=(3, 32, 32))
+    (tmp_path / "weights").mkdir()
+    torch.save(published.state_dict(), tmp_path / "weights" / "made.pth")
+    digest = hashlib.sha256((tmp_path / "weights" / "made.pth").read_bytes()).hexdigest()[:8]
+    monkeypatch.setenv("PFED_DATA", str(tmp_path))
+    monkeypatch.setattr(weights, "_file", lambda name: (File("made.pth", f"sha256:{digest}"), "http://127.0.0.1:9/"))
+    torch.manual_seed(2)
+    fresh = models.build("torchvision:resnet18", classes=7, shape=(3, 32, 32)).state_dict()
+    torch.manual_seed(2)
+    found = models.build("torchvision:resnet18", classes=7, shape=(3, 32, 32), pretrained=True).state_dict()
+    for name, tensor in published.state_dict().items():
+        assert torch.equal(found[name], fresh[name] if name.startswith("fc.") else tensor), name
+    (tmp_path / "weights" / "made.pth").write_bytes(b"other")
+    with pytest.raises(UserError, match=r"made\.pth is damaged or another file"):
+        models.build("torchvision:resnet18", classes=7, shape=(3, 32, 32), pretrained=True)
+    (tmp_path / "weights" / "made.pth").unlink()
+    monkeypatch.setenv("PFED_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(
+        UserError, match=r"weights of resnet18 could not be fetched .*: put made\.pth into a folder named"
+    ):
+        models.build("torchvision:resnet18", classes=7, shape=(3, 32, 32), pretrained=True)
+
+
+def test_the_published_file_is_named_by_its_checksum() -> None:
+    file, address = weights._file("mobilenet_v2")
+    assert (file.name, file.digest) == ("mobilenet_v2-b0353104.pth", "sha256:b0353104")
+    assert address.startswith("https://")
+    with pytest.raises(UserError, match=r"for torchvision:NAME models only\. Got model 'lenet5'"):
+        models.build("lenet5", classes=7, shape=(3, 32, 32), pretrained=True)

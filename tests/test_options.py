@@ -29,7 +29,8 @@ class Toy:
     name: str | None = option(None)
     three: bool | None = option(None)
     steps: tuple[int, ...] = option(())
-    shares: tuple[float, ...] | None = option(None)
+    shares: tuple[float, ...] | None = option(None, ge=0)
+    word: str = option("ab", check=lambda value: None if len(value) == 2 else "a text of two letters")
 
     def __post_init__(self) -> None:
         options.validate(self, "toy")
@@ -120,6 +121,8 @@ def test_a_bad_text_is_answered_with_field_rule_and_value(key: str, text: str, r
         ({"maybe": "none"}, "toy.maybe must be a whole number or none. Got 'none'."),
         ({"name": 1}, "toy.name must be a text or none. Got 1."),
         ({"steps": (1, "x")}, "toy.steps must be a list (a whole number each). Got (1, 'x')."),
+        ({"shares": (0.5, -1.0)}, "toy.shares must be >= 0. Got -1.0."),
+        ({"word": "abc"}, "toy.word must be a text of two letters. Got 'abc'."),
         ({"steps": 3}, "toy.steps must be a list (a whole number each). Got 3."),
     ],
     ids=str,
@@ -139,7 +142,8 @@ def test_a_bad_value_is_answered_with_field_rule_and_value(values: dict[str, Any
         {"maybe": None},
         {"maybe": 1},
         {"kind": "green", "size": 4},
-        {"steps": (), "shares": (1, 0.5)},
+        {"steps": (), "shares": (1, 0.5, 0)},
+        {"word": "xy"},
     ],
     ids=str,
 )
@@ -158,7 +162,7 @@ def test_an_unknown_option_gets_the_nearest_known_one() -> None:
         options.make(Toy, {"numbr": 1}, "toy")
     with pytest.raises(UserError, match=r"^There is no option of Toy 'numbr'\. Did you mean 'number'\?$"):
         options.parse(Toy, "numbr", "1")
-    with pytest.raises(UserError, match=r"^There is no option of toy 'qqq'\. Known: kind, maybe, .*whole\.$"):
+    with pytest.raises(UserError, match=r"^There is no option of toy 'qqq'\. Known: kind, maybe, .*word\.$"):
         options.make(Toy, {"qqq": 1}, "toy")
 
 

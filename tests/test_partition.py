@@ -184,6 +184,13 @@ class TestEvenDeals:
         with pytest.raises(UserError, match=r"groups must be <= clients \(4\). Got 5."):
             partition.concept(train, train, 4, 5, seed=3)
 
+    def test_replicated_gives_everything_to_everybody(self):
+        """More clients than samples are no problem."""
+        parts = partition.replicated(labels(2, 3), labels(2, 2), 8)
+        assert [rows.tolist() for rows in parts.train] == [[0, 1, 2, 3, 4, 5]] * 8
+        assert [rows.tolist() for rows in parts.test] == [[0, 1, 2, 3]] * 8
+        assert parts.notes == ("every client holds all training samples",)
+
     @FEW
     @given(st.integers(1, 40), st.sampled_from([0.1, 1.0, 5.0]), st.integers(0, 99))
     def test_quantity_varies_sizes_and_keeps_the_class_mix(self, clients, sigma, seed):

@@ -36,7 +36,7 @@ FEW = 120  # digits: what is tested here does not depend on their number
 def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     digits = sources.load("digits")
     few = dataclasses.replace(digits, x=digits.x[:FEW], y=digits.y[:FEW])
-    monkeypatch.setattr(sources, "load", lambda name, folder=None: few)
+    monkeypatch.setattr(sources, "load", lambda *name, **size: few)
 
 
 @dataclasses.dataclass
@@ -230,7 +230,7 @@ def ditto_straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         digits = sources.load("digits")
         few = dataclasses.replace(digits, x=digits.x[:FEW], y=digits.y[:FEW])
-        patch.setattr(sources, "load", lambda name, folder=None: few)
+        patch.setattr(sources, "load", lambda *name, **size: few)
         return straight_run(ditto(), tmp_path_factory.mktemp("straight"))
 
 

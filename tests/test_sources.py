@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
+import io
 import os
 import pickle
 import struct
@@ -17,8 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from pfed import Experiment
 from pfed.data import formats, sources
+from pfed.data.archives import read_archive
 from pfed.data.catalog import SOURCES, Form, Source
 from pfed.data.fetch import FetchError, File, Package
 from pfed.errors import UserError
@@ -153,14 +157,15 @@ def test_digits_are_embedded() -> None:
 
 
 def test_the_catalog_is_consistent() -> None:
-    assert list(SOURCES) == ["digits", "mnist", "fashion-mnist", "cifar10", "usps"]
+    assert list(SOURCES) == ["digits", "mnist", "fashion-mnist", "cifar10", "usps", "pacs"]
     for name, source in SOURCES.items():
         assert source.name == name
         assert source.licence
-        assert len(source.classes) == 10
+        assert len(source.classes) == (7 if name == "pacs" else 10)
+        assert bool(source.origin) == source.by_hand == source.resizable == (name == "pacs")
         assert len(source.mean) == len(source.std) == source.shape[0]
         assert all(form in source.forms for _, form in source.routes)
-        for file in (file for form in source.forms for file in form.files):
+        for file in (file for form in source.forms if isinstance(form, Form) for file in form.files):
             kind, _, value = file.digest.partition(":")
             assert len(bytes.fromhex(value)) == hashlib.new(kind).digest_size
 
@@ -368,6 +373,184 @@ def test_unknown_names_suggest_the_nearest(call: Any) -> None:
         call("fashion_mnist")
 
 
+DOMAINS, CLASSES = SOURCES["pacs"].domains, SOURCES["pacs"].classes
+SMALL = {(d, c): 10 * d + c for d in range(4) for c in (0, 1, 6)}  # (domain, class): how grey its image is
+
+
+def picture(grey: int, form: str, mode: str = "RGB", size: tuple[int, int] = (12, 10)) -> bytes:
+    """An even picture, which JPEG keeps as it is."""
+    stream = io.BytesIO()
+    Image.new("L", size, grey).convert(mode).save(stream, form)
+    return stream.getvalue()
+
+
+def archive(path: Path, **changes: Any) -> Path:
+    """A small archive in PACS's format, its names in another order than the catalog's."""
+    contents = [picture(grey, "jpeg") for grey in SMALL.values()]
+    arrays = {
+        "jpeg": np.frombuffer(b"".join(contents), np.uint8),
+        "offsets": np.cumsum([0, *map(len, contents)]),
+        "labels": np.array([6 - c for _, c in SMALL], np.int16),
+        "domains": np.array([3 - d for d, _ in SMALL], np.int8),
+        "class_names": np.array(CLASSES[::-1]),
+        "domain_names": np.array(DOMAINS[::-1]),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **{key: value for key, value in (arrays | changes).items() if value is not None})
+    return path
+
+
+def tree(root: Path) -> Path:
+    """The same images as original files; some are grey, some PNG, and strangers stand beside."""
+    for (d, c), grey in SMALL.items():
+        folder = root / DOMAINS[d] / CLASSES[c]
+        folder.mkdir(parents=True)
+        form, mode = ("png", "L") if d == 3 or grey == 0 else ("jpeg", "RGB")
+        (folder / f"pic_001.{form.replace('jpeg', 'jpg')}").write_bytes(picture(grey, form, mode, (12 + c, 10)))
+    (root / "splits" / "deep").mkdir(parents=True)
+    (root / "splits" / "photo_train.txt").write_text("photo/dog/pic_001.jpg 1")
+    return root
+
+
+@pytest.mark.parametrize("place", ["pacs_96px.npz", "pacs/pacs_96px.npz", "pacs", "pacs/kfold", ".", "kfold"])
+def test_pacs_is_read_from_an_archive_or_from_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    path = tmp_path / "own" / place
+    found = archive(path).parent if place.endswith(".npz") else tree(path)
+    monkeypatch.setenv("PFED_DATA", str(tmp_path / "own"))
+    pacs = sources.load("pacs", image_size=5)
+    assert pacs.x.shape == (12, 3, 5, 5)
+    assert pacs.x.dtype == torch.uint8
+    assert (pacs.classes, pacs.group_names, pacs.domains) == (CLASSES, DOMAINS, True)
+    assert (pacs.train, pacs.test, pacs.mean) == (None, None, SOURCES["pacs"].mean)
+    assert pacs.groups is not None
+    seen = {(d, c): x.unique().tolist() for d, c, x in zip(pacs.groups.tolist(), pacs.y.tolist(), pacs.x, strict=True)}
+    assert seen == {key: [grey] for key, grey in SMALL.items()}
+    assert sources.load("pacs").x.shape == (12, 3, 96, 96)
+    assert sources.get("pacs") == found
+    assert sources.check("pacs") == [
+        "pacs: samples must be 9991. Got 12.",
+        "pacs: labels must be 9991. Got 12.",
+        "pacs: training samples must be 9991. Got 12.",
+        "pacs: classes must be [0, 1, 2, 3, 4, 5, 6]. Got [0, 1, 6].",
+    ]
+    assert next(source.cached for source in sources.sources() if source.name == "pacs")
+
+
+def test_each_domain_of_pacs_is_a_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive(tmp_path / "pacs_96px.npz")
+    monkeypatch.setenv("PFED_DATA", str(tmp_path))
+    fed = Experiment("local", "pacs", image_size=4, external="pacs").federation()
+    assert [client.name for client in fed.clients] == list(DOMAINS)
+    assert fed.shape == (3, 4, 4)
+    assert [len(client.train) + len(client.test) for client in fed.clients] == [3] * 4
+    assert fed.external is not None
+    assert fed.external.shape == (3, 4, 4)
+    assert len(Experiment("local", "pacs", image_size=4, clients=2, partition="iid").federation().clients) == 2
+
+
+def test_pacs_is_resized_as_pillow_does_it(tmp_path: Path) -> None:
+    drawn = Image.fromarray(RNG.integers(0, 256, (96, 96, 3)).astype(np.uint8))
+    stream = io.BytesIO()
+    drawn.save(stream, "png")
+    content = np.frombuffer(stream.getvalue(), np.uint8)
+    one = {"jpeg": content, "offsets": np.array([0, len(content)]), "labels": np.array([0]), "domains": np.array([0])}
+    archive(tmp_path / "pacs_96px.npz", **one)
+    want = np.asarray(drawn.resize((64, 64), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    np.testing.assert_array_equal(sources.load("pacs", tmp_path, 64).x[0].numpy(), want)
+    np.testing.assert_array_equal(sources.load("pacs", tmp_path).x[0].numpy(), np.asarray(drawn).transpose(2, 0, 1))
+
+
+def test_an_archive_may_hold_pixels_numbers_and_a_split(tmp_path: Path) -> None:
+    pixels = RNG.integers(0, 256, (12, 4, 6, 3)).astype(np.uint8)
+    without: dict[str, Any] = dict.fromkeys(["jpeg", "offsets", "domains", "class_names", "domain_names"])
+    split = np.arange(12) % 2
+    pool = read_archive(archive(tmp_path / "a.npz", images=pixels, split=split, labels=np.arange(12), **without))
+    np.testing.assert_array_equal(pool.x.numpy(), pixels.transpose(0, 3, 1, 2))
+    assert pool.labels.tolist() == list(map(str, range(12)))
+    assert pool.test.tolist() == [False, True] * 6
+    assert pool.clients == ()
+    grey = read_archive(archive(tmp_path / "b.npz", images=pixels[..., 0], **without), image_size=2)
+    assert grey.x.shape == (12, 1, 2, 2)
+    assert read_archive(tmp_path / "b.npz", mode="RGB").x.shape == (12, 3, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"labels": None}, "must hold the array labels. Got jpeg, offsets, domains,"),
+        ({"offsets": None}, "must hold the array offsets. Got jpeg, labels,"),
+        ({"domain_names": None}, "must hold the array domain_names."),
+        ({"labels": np.zeros(3, np.int64)}, "must be 12 whole numbers. Got int64 of shape (3,)."),
+        ({"labels": np.full(12, 0.5)}, "must be 12 whole numbers. Got float64"),
+        ({"labels": np.full(12, 7)}, "must be in 0..6. Got 7..7."),
+        ({"domains": np.full(12, -1)}, "must be in 0..3. Got -1..-1."),
+        ({"class_names": None, "labels": np.full(12, -1)}, "must be >= 0. Got -1..-1."),
+        ({"class_names": np.array(["cat"] * 7)}, "Every label must be one of the classes dog, elephant,"),
+        ({"domain_names": np.array(["photo", "clipart", "a", "b"])}, "must be among photo, art_painting, cartoon, sk"),
+        ({"domains": None}, "must be among photo, art_painting, cartoon, sketch. Got none."),
+        ({"offsets": np.arange(1, 14)}, "must rise from 0 to "),
+        ({"jpeg": np.zeros(5, np.uint8), "offsets": np.array([0, 4, 2, 5])}, "must rise from 0 to 5, the number of"),
+        ({"offsets": np.array([], np.int64)}, "must rise from 0 to "),
+        ({"jpeg": np.zeros((0, 2))}, "must be bytes in a row. Got float64 of shape (0, 2)."),
+        ({"jpeg": np.zeros(0, np.uint8), "offsets": np.array([0])}, "must hold at least one image. Got none."),
+        ({"jpeg": np.zeros(12, np.uint8), "offsets": np.arange(13)}, "Image 0 of "),
+        ({"images": np.zeros((12, 4, 4, 2), np.uint8)}, "(n, h, w) or (n, h, w, 3). Got uint8 of shape (12, 4, 4, 2)."),
+        ({"images": np.zeros((12, 4, 4))}, "Got float64 of shape (12, 4, 4)."),
+        ({"labels": np.array([{}] * 12)}, "is damaged or no .npz file of plain arrays."),
+    ],
+)
+def test_a_bad_archive_is_one_clear_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], sentence: str
+) -> None:
+    archive(tmp_path / "pacs_96px.npz", **changes)
+    monkeypatch.setenv("PFED_DATA", str(tmp_path))
+    for call in (sources.load, sources.get):
+        with pytest.raises(UserError) as error:
+            call("pacs")
+        assert sentence in str(error.value)
+        assert "\n" not in str(error.value)
+    assert sources.check("pacs") == [str(error.value)]
+
+
+@pytest.mark.parametrize("damage", [b"", b"rubbish", "cut", "npy"])
+def test_a_file_that_is_no_archive(tmp_path: Path, damage: bytes | str) -> None:
+    path = archive(tmp_path / "pacs_96px.npz")
+    if damage == "npy":
+        with path.open("wb") as stream:
+            np.save(stream, np.zeros(3))
+    else:
+        path.write_bytes(damage if isinstance(damage, bytes) else path.read_bytes()[:-200])
+    with pytest.raises(UserError, match=r"pacs_96px\.npz is damaged or no \.npz file of plain arrays\.$"):
+        sources.load("pacs", tmp_path)
+
+
+def test_pacs_that_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where to get it is in `test_bad_input`; a folder of its name must hold it."""
+    monkeypatch.setenv("PFED_DATA", str(tmp_path))
+    needed = "the file pacs_96px.npz or the folders photo, art_painting, cartoon, sketch"
+    with pytest.raises(UserError, match=f"PACS is not here and cannot be fetched: .* put {needed} into a folder"):
+        sources.load("pacs")
+    tree(tmp_path / "pacs")
+    for path in (tmp_path / "pacs" / "sketch").rglob("*.png"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"Client folder .*sketch must hold images in class folders. Got none."):
+        sources.load("pacs")
+    (tmp_path / "pacs" / "sketch").rename(tmp_path / "pacs" / "sketches")
+    with pytest.raises(UserError, match=f"pacs does not hold PACS: it needs {needed}."):
+        sources.load("pacs")
+    assert sources.check("pacs") == [f"{tmp_path / 'pacs'} does not hold PACS: it needs {needed}."]
+    assert not next(source.cached for source in sources.sources() if source.name == "pacs")
+
+
+def test_only_image_files_are_resized(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="image_size resizes image files, and digits comes in 8x8 pixels; leave it out"):
+        sources.load("digits", image_size=16)
+    with pytest.raises(UserError, match=r"image_size must be >= 1. Got 0"):
+        sources.load("pacs", archive(tmp_path / "pacs_96px.npz").parent, image_size=0)
+
+
 network = pytest.mark.skipif(
     os.environ.get("PFED_NETWORK_TESTS") != "1", reason="set PFED_NETWORK_TESTS=1 to fetch for real"
 )
@@ -375,7 +558,7 @@ network = pytest.mark.skipif(
 
 @pytest.mark.network
 @network
-@pytest.mark.parametrize("name", list(SOURCES))
+@pytest.mark.parametrize("name", [source.name for source in SOURCES.values() if not source.by_hand])
 def test_every_data_set_can_really_be_had(name: str) -> None:
     sources.get(name)
     assert sources.check(name) == []

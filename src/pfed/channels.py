@@ -20,6 +20,7 @@ Input(group=1, each=25)
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -27,14 +28,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.dropout import _DropoutNd
 
-from pfed.anatomy import head_name
+from pfed import streams
+from pfed.anatomy import STATS, head_name
 from pfed.errors import UserError
 
 ClassifierSplit = Literal["input", "output", "private", "shared"]
-Side = Literal["first", "last"]
+Side = Literal["first", "last", "random-fixed"]
+Statistics = Literal["follow", "local", "shared"]
 
 
 def n_private(channels: int, p: Fraction) -> int:
@@ -64,6 +68,19 @@ class Input(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Split:
+    """A division of the hidden channels in two."""
+
+    private: tuple[Tensor, ...]  # for each group, which of its channels
+    shared: dict[str, Tensor]  # for each tensor, which of its elements
+
+    @property
+    def degenerate(self) -> bool:
+        """Whether one of the two networks has a layer without channels."""
+        return any(bool(own.all()) or not own.any() for own in self.private)
+
+
+@dataclass(frozen=True)
 class Channels:
     """The hidden channels of a model.
 
@@ -71,6 +88,7 @@ class Channels:
     it receives, but for those that see the image itself: multiply these inputs by a mask, and what runs is the thin
     network of the chosen channels. It lists zero padding that adds channels as well, since channels move there from
     one group to another. Batch statistics of BatchNorm are taken per channel, so they do not mix either.
+    Where `narrow` is true, the thin network also runs as such: with rows and columns of the other channels left out.
     """
 
     groups: tuple[Group, ...]
@@ -78,60 +96,92 @@ class Channels:
     classifier: str
     shapes: dict[str, torch.Size]  # of every tensor in the state_dict
     counters: frozenset[str]  # those that are no floating-point numbers
+    statistics: frozenset[str]  # running means and variances of BatchNorm
+    narrow: bool  # no module depends on how many channels there are, nor on chance
 
-    def counts(self, p: Fraction) -> tuple[int, ...]:
-        """Private channels in each group."""
-        return tuple(n_private(group.size, p) for group in self.groups)
+    @property
+    def classes(self) -> int:
+        return self.shapes[f"{self.classifier}.weight"][0]
+
+    def counts(self, p: Fraction | Sequence[Fraction]) -> tuple[int, ...]:
+        """Private channels in each group, for one fraction or for one per group."""
+        several = [p] * len(self.groups) if isinstance(p, Fraction) else p
+        self._check_number(several, "fraction")
+        return tuple(n_private(group.size, own) for own, group in zip(several, self.groups, strict=True))
 
     def masks(
         self, p: Fraction, *, classifier_split: ClassifierSplit = "input", side: Side = "first"
     ) -> dict[str, Tensor]:
         """For every tensor of the state_dict, which of its elements are shared when a fraction p is private."""
-        classes = n_private(self.shapes[f"{self.classifier}.weight"][0], p)
-        return self.private(self.counts(p), classes=classes, classifier_split=classifier_split, side=side)
+        return self.split(self.counts(p), n_private(self.classes, p), classifier_split, side).shared
 
-    def private(
+    def split(
         self,
         counts: Sequence[int],
-        *,
         classes: int = 0,
         classifier_split: ClassifierSplit = "input",
         side: Side = "first",
-    ) -> dict[str, Tensor]:
-        """The same when `counts[g]` channels of group g are private, and with `output` so many classes.
+        statistics: Statistics = "follow",
+    ) -> Split:
+        """The division by which `counts[g]` channels of group g are private, and with `output` so many classes.
 
         The classifier is divided by its `input` columns (its bias is shared as long as any of them is), by its `output`
-        rows, or is `private` or `shared` as a whole. Tensors that belong to no hidden channel are shared as long as any
-        hidden channel is. Integer counters never are.
+        rows, or is `private` or `shared` as a whole. Running statistics `follow` their channel, or all of them are
+        `local` or `shared`. Tensors that belong to no hidden channel are shared as long as any hidden channel is.
+        Integer counters never are.
         """
         self._check(counts)
-        any_shared = any(count < group.size for count, group in zip(counts, self.groups, strict=True))
+        private = tuple(_private(group.size, count, side) for count, group in zip(counts, self.groups, strict=True))
+        any_shared = not all(bool(own.all()) for own in private)
         masks = {name: torch.full(shape, any_shared) for name, shape in self.shapes.items()}
-        for count, group in zip(counts, self.groups, strict=True):
+        for own, group in zip(private, self.groups, strict=True):
             for name, each in group.rows.items():
-                masks[name] = self._rows(name, ~_private(group.size, count, side).repeat_interleave(each))
+                masks[name] = self._rows(name, ~own.repeat_interleave(each))
         for name in {f"{self.classifier}.weight", f"{self.classifier}.bias"} & masks.keys():
             shape = self.shapes[name]
             if classifier_split == "input":
-                columns = ~self.private_inputs(counts, side)[self.classifier]
+                columns = ~self.received(private)[self.classifier]
                 masks[name] = (columns if len(shape) == 2 else columns.any()).expand(shape).clone()
             elif classifier_split == "output":
                 masks[name] = self._rows(name, ~_private(shape[0], classes, side))
             else:
                 masks[name] = torch.full(shape, classifier_split == "shared")
+        for name in self.statistics if statistics != "follow" else ():
+            masks[name] = torch.full(self.shapes[name], statistics == "shared")
         for name in self.counters:
             masks[name] = torch.zeros(self.shapes[name], dtype=torch.bool)
-        return masks
+        return Split(private, masks)
 
-    def private_inputs(self, counts: Sequence[int], side: Side = "first") -> dict[str, Tensor]:
-        """For every module in `inputs`, which of the features (or maps) that it receives are private."""
-        self._check(counts)
-        own = [_private(group.size, count, side) for count, group in zip(counts, self.groups, strict=True)]
-        return {name: own[group].repeat_interleave(each) for name, (group, each) in self.inputs.items()}
+    def received(self, chosen: Sequence[Tensor]) -> dict[str, Tensor]:
+        """For every module in `inputs`, which of the features that it receives belong to these channels."""
+        return {name: chosen[group].repeat_interleave(each) for name, (group, each) in self.inputs.items()}
+
+    def text(self) -> str:
+        """All of this as JSON."""
+        plain = {**vars(self), "groups": [[group.size, group.rows] for group in self.groups]}
+        plain |= {name: sorted(plain[name]) for name in ("counters", "statistics")}
+        return json.dumps(plain, separators=(",", ":"))
+
+    @staticmethod
+    def from_text(text: str) -> Channels:
+        """The inverse of `text`."""
+        plain = json.loads(text)
+        return Channels(
+            groups=tuple(Group(size, rows) for size, rows in plain["groups"]),
+            inputs={name: Input(*place) for name, place in plain["inputs"].items()},
+            classifier=plain["classifier"],
+            shapes={name: torch.Size(shape) for name, shape in plain["shapes"].items()},
+            counters=frozenset(plain["counters"]),
+            statistics=frozenset(plain["statistics"]),
+            narrow=plain["narrow"],
+        )
+
+    def _check_number(self, given: Sequence[object], what: str) -> None:
+        if len(given) != len(self.groups):
+            raise UserError(f"There must be one {what} for each of {len(self.groups)} groups. Got {len(given)}.")
 
     def _check(self, counts: Sequence[int]) -> None:
-        if len(counts) != len(self.groups):
-            raise UserError(f"There must be one count for each of {len(self.groups)} groups. Got {len(counts)}.")
+        self._check_number(counts, "count")
         for count, group in zip(counts, self.groups, strict=True):
             if not 0 <= count <= group.size:
                 raise UserError(f"Private channels must be >= 0 and <= {group.size}. Got {count}.")
@@ -142,8 +192,14 @@ class Channels:
 
 
 def _private(size: int, count: int, side: Side) -> Tensor:
-    places = torch.arange(size)
-    return places < count if side == "first" else places >= size - count
+    """Which of so many channels are private; a larger count only adds to them."""
+    if side == "last":
+        return _private(size, count, "first").flip(0)
+    if side == "first":
+        return torch.arange(size) < count
+    chosen = torch.zeros(size, dtype=torch.bool)  # one order for all groups of a size, whatever the run's seed
+    chosen[torch.from_numpy(streams.rng(0, "private channels", size).permutation(size)[:count])] = True
+    return chosen
 
 
 def channels(model: nn.Module, example_input: Tensor) -> Channels:
@@ -159,7 +215,7 @@ def channels(model: nn.Module, example_input: Tensor) -> Channels:
     follower = _Follower(fx.GraphModule(copied, graph), type(model).__name__, _classifier(model))
     with torch.no_grad():
         follower.run(example_input)
-    return follower.found(model.state_dict(keep_vars=True))
+    return follower.found(model)
 
 
 def _classifier(model: nn.Module) -> str:
@@ -191,6 +247,7 @@ class _Follower(fx.Interpreter):
         self.joined: list[int] = []  # the earlier set that each is one with, or itself
         self.rows: dict[str, Input] = {}
         self.inputs: dict[str, Input] = {}
+        self.narrow = True
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -219,7 +276,10 @@ class _Follower(fx.Interpreter):
             return self._reshaped(n, came, shape)
         if isinstance(module, nn.ZeroPad3d) and shape[1] != self.results[sources[0]][1]:
             self._receives(n, came)
+            self.narrow = False
             return self._new(shape[1])
+        if isinstance(module, _DropoutNd) or (isinstance(module, _NormBase) and not isinstance(module, _BatchNorm)):
+            self.narrow = False
         channelwise = type(module).__module__ in _CHANNELWISE and not isinstance(module, _MIXING)
         if (channelwise or isinstance(module, _NormBase)) and shape[1] == self.results[sources[0]][1]:
             self._holds(n, module, came, shape[1])
@@ -235,6 +295,8 @@ class _Follower(fx.Interpreter):
         if name == self.classifier:
             return None
         depthwise = isinstance(module, _ConvNd) and module.groups == module.in_channels > 1
+        if isinstance(module, _ConvNd) and module.groups > 1:
+            self.narrow = False
         if depthwise and came is not None:
             flow = Input(came.group, came.each * shape[1] // self.results[n.all_input_nodes[0]][1])
         else:
@@ -255,6 +317,7 @@ class _Follower(fx.Interpreter):
                 self._join(n, came, self.flows[source])
             return came
         if name in _RESHAPES:
+            self.narrow = self.narrow and not any(isinstance(size, int) and size > 1 for size in _flat(n.args[1:]))
             return self._reshaped(n, came, shape)
         if name in _REDUCTIONS:
             dims: Any = n.kwargs.get("dim", n.args[1] if len(n.args) > 1 else (0, 1))
@@ -263,6 +326,7 @@ class _Follower(fx.Interpreter):
         if name == "getitem" and isinstance(n.args[1], tuple) and n.args[1][:2] == (slice(None), slice(None)):
             return came
         if name in _POINTWISE and shape[1:2] == before[1:2]:
+            self.narrow = self.narrow and name not in _CHANCE
             return came
         raise self._refuse(n)
 
@@ -304,8 +368,9 @@ class _Follower(fx.Interpreter):
         what = f"{type(self.fetch_attr(str(n.target))).__name__} {n.target}" if n.op == "call_module" else n.name
         return UserError(f"The channels of {self.model} cannot be followed through {what!r}: it mixes or moves them.")
 
-    def found(self, state: dict[str, Tensor]) -> Channels:
+    def found(self, model: nn.Module) -> Channels:
         """What was noted, with joined sets made one."""
+        state = model.state_dict(keep_vars=True)
         if self.classifier not in self.inputs:
             raise UserError(f"{self.model} has no hidden channels before its classifier {self.classifier!r}.")
         roots = [group for group in range(len(self.sizes)) if self._root(group) == group]
@@ -319,7 +384,13 @@ class _Follower(fx.Interpreter):
             classifier=self.classifier,
             shapes={name: tensor.shape for name, tensor in state.items()},
             counters=frozenset(name for name, tensor in state.items() if not tensor.is_floating_point()),
+            statistics=frozenset(name for name in STATS.names(model) if state[name].is_floating_point()),
+            narrow=self.narrow,
         )
+
+
+def _flat(sizes: Any) -> list[Any]:
+    return [s for size in sizes for s in _flat(size)] if isinstance(sizes, (tuple, list)) else [sizes]
 
 
 _MIXING = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.MultiheadAttention, nn.Bilinear)
@@ -338,3 +409,4 @@ _POINTWISE = {
     *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "interpolate"),
     *("pad", "contiguous", "clone", "detach", "to", "float"),
 }
+_CHANCE = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "stochastic_depth"}

@@ -325,7 +325,10 @@ def _data(arguments: argparse.Namespace) -> int | None:
             _print_json([{key: getattr(s, key) for key in keys} | {"classes": len(s.classes)} for s in found])
             return None
         rows = [
-            [s.name, s.title, str(s.samples), str(len(s.classes)), bytes_text(s.size), "yes" if s.cached else "no"]
+            [
+                *(s.name, s.title, str(s.samples), str(len(s.classes))),
+                *("by hand" if s.by_hand else bytes_text(s.size), "yes" if s.cached else "no"),
+            ]
             for s in found
         ]
         print(table(["name", "what", "samples", "classes", "download", "here"], rows, left=2))

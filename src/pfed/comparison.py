@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pfed.experiment import Experiment
-from pfed.result import Comparison
+from pfed.result import Comparison, Result
 
 CARVED = 0.1  # the share of public or validation data where a method needs some and nobody said how much
 
@@ -38,7 +38,15 @@ def compare(
         for method in methods:
             given = own.get(method, {}) if isinstance(method, str) else {}
             planned.append(Experiment(method, hyper=given, **{**options, "seed": seed}))
-    return Comparison([experiment.run(runs) for experiment in planned])
+    results: list[Result] = []
+    before: Experiment | None = None
+    while planned:  # so that no more than two are held at a time, with their data and models
+        experiment = planned.pop(0)
+        if before is not None and before.options.seed == experiment.options.seed:
+            experiment.adopt(before.federation())
+        results.append(experiment.run(runs))
+        before = experiment
+    return Comparison(results)
 
 
 def _needs(methods: Sequence[str | Any], own: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -30,8 +30,21 @@ class SplitOptions:
 
     clients: int = option(20, "number of clients", ge=1)
     partition: Literal[
-        "auto", "classes", "dirichlet", "iid", "quantity", "femnist", "domain", "natural", "concept", "feature"
-    ] = option("auto", "kind of skew; auto: classes, dirichlet or iid by the options given")
+        "auto",
+        "classes",
+        "dirichlet",
+        "iid",
+        "replicated",
+        "quantity",
+        "femnist",
+        "domain",
+        "natural",
+        "concept",
+        "feature",
+    ] = option(
+        "auto",
+        "kind of skew; auto: classes or dirichlet by the options given, else domain if the data have some, else iid",
+    )
     classes_per_client: int | None = option(None, "shards per client (partition classes)", ge=1)
     distinct_classes: bool = option(False, "draw each client's classes without repetition")
     alpha: float | None = option(None, "concentration (partition dirichlet)", gt=0)
@@ -47,11 +60,13 @@ class SplitOptions:
         "auto", "each client's test data: like its training data, or the whole test set (auto: global for dirichlet)"
     )
     test_fraction: float = option(0.2, "test share where the data have no test split", gt=0, lt=1)
+    train_cap: int | None = option(None, "at most so many training samples per client, evenly from its classes", ge=1)
     validation: float = option(0.0, "share of each client's training data kept for validation", ge=0, lt=1)
-    image_size: int | None = option(None, "own images: resized to this many pixels, square", ge=1)
+    image_size: int | None = option(None, "image files: resized to this many pixels, square", ge=1)
     label_column: str = option("label", "own CSV file: the column with the class")
     client_column: str | None = option(None, "own CSV file: the column with the client [client, if there is one]")
     public: float = option(0.0, "share of the training data taken out as a common public set", ge=0, lt=1)
+    public_in_train: bool = option(False, "the public set stays in the training data as well")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +75,7 @@ class RunOptions(SplitOptions):
 
     data: str = option("digits", "a data set by name, or a folder or CSV file of your own")
     model: str = option("auto", "a model by name; several, separated by commas, are dealt to the clients in turn")
+    pretrained: bool = option(False, "start from ImageNet weights (models torchvision:NAME)")
     head: str | None = option(None, "the module that is the model's head, where structure does not tell")
     task: Literal["classification"] = option("classification", "what is learned")
     rounds: int = option(20, "communication rounds", ge=0)
@@ -87,6 +103,7 @@ class RunOptions(SplitOptions):
         "none", "all client models together on the whole test set, and by which rule"
     )
     new_test_every: int = option(0, "rounds between new tests (0: only at the end)", ge=0)
+    representation: bool = option(False, "class separation and CKA of the clients' features at every evaluation")
     external: str | None = option(None, "a data set of a domain that no client has")
     exact_shortcuts: bool = option(True, "compute what is frozen once where that is exact")
     keep_optimizer: bool | None = option(None, "momentum survives between rounds (default: as the method says)")

@@ -2,10 +2,14 @@
 
 `personal/local-test` is a client's own model on its own test data; `ensemble/new-test` all models together on the
 whole test set, as for a sample whose owner is unknown; `ensemble/external` the same on a domain that no client has.
+With `representation`, `separation/NAME` says how far apart the classes lie in a client's features of its own test data,
+and `cka/NAME` how alike the clients' features of common samples are; both right after local training.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,17 +17,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pfed import anatomy, metrics
+from pfed import anatomy, metrics, streams
 from pfed.client import Client
 from pfed.cohort import Exchange
 from pfed.config import RunOptions
-from pfed.data.base import Federation, Samples
+from pfed.data.base import Federation, Samples, union
 from pfed.engines.base import POOLED
+from pfed.forward import SLICE
 from pfed.method import Method
-from pfed.tensors import Mean
+from pfed.tensors import Mean, Tensors
 from pfed.wire import Payload, State
 
+PROBE = 200  # test samples of each client on which features are compared
 FULL = ("accuracy", "balanced-accuracy", "macro-f1", "auroc", "ece")
+
+
+class View(nn.Module):
+    """A model under another head: what it says is `head(features(model, x))`.
+
+    Where a method has itself judged by several heads on one body, evaluation computes the body's features once.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(anatomy.features(self.model, x))
+        return out
 
 
 def assess(client: Client, models: nn.Module | Mapping[str, nn.Module], names: tuple[str, ...] = FULL) -> Payload:
@@ -34,16 +55,33 @@ def assess(client: Client, models: nn.Module | Mapping[str, nn.Module], names: t
     for data, samples in splits.items():
         if samples is None or len(samples) == 0:
             continue
-        seen: dict[int, Tensor] = {}
-        for model, module in named.items():
-            if id(module) not in seen:
-                seen[id(module)] = client.task.predict(module, samples)
-            predictions = seen[id(module)]
+        for model, predictions in _predictions(client, named, samples).items():
             for name, value in client.task.scores(predictions, samples, names).items():
                 if value is not None:
                     out[f"{model}/{data}" if name == "accuracy" else f"{model}/{data}/{name}"] = value
             out[f"correct:{model}/{data}"] = client.task.correct(predictions, samples)
     return out
+
+
+def _predictions(client: Client, named: Mapping[str, nn.Module], samples: Samples) -> dict[str, Tensor]:
+    """What each model says of the samples; no model is asked twice, and no body run twice for several heads."""
+    bodies = {id(module.model): module.model for module in named.values() if isinstance(module, View)}
+    features = {key: _features(body, samples) for key, body in bodies.items()}
+    seen: dict[int, Tensor] = {}
+    for module in named.values():
+        body = module.model if isinstance(module, View) else module
+        if id(body) in features:
+            head = module.head if isinstance(module, View) else module.get_submodule(anatomy.head_name(module))
+            seen[id(module)] = client.task.predict(head, features[id(body)])
+        elif id(module) not in seen:
+            seen[id(module)] = client.task.predict(module, samples)
+    return {name: seen[id(module)] for name, module in named.items()}
+
+
+def _features(model: nn.Module, samples: Samples) -> Samples:
+    """The samples as the model's head sees them."""
+    found = _collect(lambda model, x: {"features": anatomy.features(model, x)}, model, samples)
+    return Samples.of(found["features"], samples.labels)
 
 
 def _judged(client: Client, method: Method, download: Payload) -> dict[str, nn.Module]:
@@ -67,6 +105,44 @@ def _weights(client: Client, method: Method, download: Payload) -> Payload:
     return {"weights": anatomy.snapshot(model, anatomy.of(names))}
 
 
+def probe(federation: Federation, seed: int) -> Samples:
+    """Some test samples of every client, the same in all rounds: on them the clients' features are compared."""
+    chosen = []
+    for i, client in enumerate(federation.clients):
+        order = streams.rng(seed, "probe", i).permutation(len(client.test))
+        chosen.append(client.test.part(torch.from_numpy(order[:PROBE]).sort().values))
+    return union(chosen)
+
+
+def represent(client: Client, method: Method, models: nn.Module | Mapping[str, nn.Module]) -> Payload:
+    """A client's features of the probe, and by name how far apart the classes lie in those of its own test data."""
+    model = models if isinstance(models, nn.Module) else next(iter(models.values()))
+    out: Payload = {"features": _collect(method.representations, model, client.beside["probe"])}
+    test = client.data.test
+    for name, tensor in _collect(method.representations, model, test).items():
+        separation = metrics.class_separation(tensor, test.labels)
+        if separation is not None and math.isfinite(separation):
+            out[f"separation/{name}"] = separation
+    return out
+
+
+def _collect(read: Callable[[nn.Module, Tensor], Mapping[str, Tensor]], model: nn.Module, samples: Samples) -> Tensors:
+    """What `read(model, x)` gives for all samples: eval mode, no gradient. Nothing for no samples."""
+    model.eval()
+    parts: dict[str, list[Tensor]] = {}
+    with torch.no_grad():
+        for i in range(0, len(samples), SLICE):
+            for name, tensor in read(model, samples.take(slice(i, i + SLICE))[0]).items():
+                parts.setdefault(name, []).append(tensor)
+    return Tensors({name: torch.cat(tensors) for name, tensors in parts.items()})
+
+
+def _represent(client: Client, method: Method, download: Payload) -> Payload:
+    """As the client's last training left it; for one that never trained, by the model it would be judged with."""
+    stored = client.state.get("representation")
+    return dict(stored) if stored else represent(client, method, _judged(client, method, download))
+
+
 # What an engine runs beside a method's steps: it reads a client and changes nothing.
 READERS: dict[str, Callable[[Client, Method, Payload], Payload]] = {
     "@accuracy": lambda client, method, download: _evaluate(client, method, download, ("accuracy",)),
@@ -74,6 +150,7 @@ READERS: dict[str, Callable[[Client, Method, Payload], Payload]] = {
     "@new-test": lambda client, method, download: _predict(client, method, download, "new-test"),
     "@external": lambda client, method, download: _predict(client, method, download, "external"),
     "@weights": _weights,
+    "@representation": _represent,
 }
 
 
@@ -109,7 +186,22 @@ class Evaluator:
             out.overall["ensemble/external"] = self._ensemble(
                 "@external", self.federation.external, "mean_prob", round, ids, download, out
             )
+        if self.options.representation:
+            self._representation(round, ids, download, out)
         return out
+
+    def _representation(self, round: int, ids: list[int], download: Mapping[str, Any], out: Evaluation) -> None:
+        """Class separation by client; linear CKA as the mean over all pairs of clients."""
+        features: dict[str, list[Tensor]] = {}
+        for client, reply in self.exchange.ask("@representation", round, ids, download):
+            for name, tensor in reply.pop("features").items():  # type: ignore[union-attr]
+                features.setdefault(name, []).append(tensor)
+            out.clients.update({(client, name): value for name, value in reply.items() if isinstance(value, float)})
+        for name, tensors in features.items():
+            pairs = [metrics.linear_cka(x, y) for x, y in itertools.combinations(tensors, 2)]
+            known = [value for value in pairs if value is not None and math.isfinite(value)]
+            if known:
+                out.overall[f"cka/{name}"] = sum(known) / len(known)
 
     def _new_test(self, round: int, ids: list[int], download: Mapping[str, Any]) -> float:
         rule, samples = self.options.new_test, self.federation.test

@@ -93,10 +93,15 @@ class Experiment:
     def federation(self) -> Federation:
         """The data, divided among the clients."""
         if self._federation is None:
-            self._federation = _federation(self._data, self.options)
-            _check_needs(self.method, self._federation)
-            self.method.check(self.options, self._federation)
+            self.adopt(_federation(self._data, self.options))
+        assert self._federation is not None
         return self._federation
+
+    def adopt(self, federation: Federation) -> None:
+        """Take what another experiment with the same data, options and seed has divided already."""
+        _check_needs(self.method, federation)
+        self.method.check(self.options, federation)
+        self._federation = federation
 
     def run(self, runs: str | Path | None = None) -> Result:
         """Run from the start. With a runs folder (or PFED_RUNS) the run is kept and can be resumed."""
@@ -171,7 +176,7 @@ class Experiment:
     def _pool(self) -> Pool:
         """The models: one template for each architecture, initial values of their own where there are several."""
         federation = self.federation()
-        makers = _makers(self._model, self.options.head, federation)
+        makers = _makers(self._model, self.options, federation)
         args = (len(federation.classes), federation.shape, self.options.seed)
         templates = [self.method.build(Spec(make, *args)) for make in makers]
         if len(makers) > 1 and self.method.same_architecture:
@@ -263,16 +268,17 @@ def _federation(data: Any, opts: RunOptions) -> Federation:
 
     if isinstance(data, str):
         own = data not in SOURCES and Path(data).exists()
-        data = _open(data, opts) if own else sources.load(data)
+        data = _open(data, opts) if own else sources.load(data, image_size=opts.image_size)
     elif not isinstance(data, (Dataset, Federation)):
         data = user.federation(data, test_fraction=opts.test_fraction, seed=opts.seed)
     federation: Federation = federate(data, opts, opts.seed) if isinstance(data, Dataset) else data
-    if isinstance(data, Federation) and opts.public:
+    if isinstance(data, Federation) and (opts.public or opts.public_in_train):
         raise UserError("run.public takes a share of a data set that pfed divides; these clients have their own data.")
     if isinstance(data, Federation) and opts.validation:
         federation = with_validation(federation, opts.validation, opts.seed)
     if opts.external is not None:
-        outside = sources.load(opts.external)
+        size = opts.image_size if sources.find(opts.external).resizable else None
+        outside = sources.load(opts.external, image_size=size)
         if outside.x.shape[1:] != torch.Size(federation.shape):
             raise UserError(
                 f"run.external must have the clients' shape {federation.shape}."
@@ -297,7 +303,7 @@ def _open(path: str, opts: RunOptions) -> Dataset | Federation:
 
 
 def _makers(
-    model: ModelLike | Sequence[ModelLike], head: str | None, federation: Federation
+    model: ModelLike | Sequence[ModelLike], opts: RunOptions, federation: Federation
 ) -> list[Callable[[], nn.Module]]:
     from pfed import models
 
@@ -310,10 +316,11 @@ def _makers(
         def make() -> nn.Module:
             if isinstance(item, str):
                 name = models.default(federation.shape) if item == "auto" else item
-                made = models.build(name, classes=len(federation.classes), shape=federation.shape)
+                shape, classes = federation.shape, len(federation.classes)
+                made = models.build(name, classes=classes, shape=shape, pretrained=opts.pretrained)
             else:
                 made = copy.deepcopy(item) if isinstance(item, nn.Module) else item()
-            return anatomy.set_head(made, head) if head else made
+            return anatomy.set_head(made, opts.head) if opts.head else made
 
         return make
 

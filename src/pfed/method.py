@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from pfed import anatomy
 from pfed.errors import unknown
@@ -146,6 +146,10 @@ class Method:
     def predictor(self, client: Client, *args: Any, **download: Any) -> nn.Module | Mapping[str, nn.Module]:
         """The personal model that is judged, or several by name (the first is the one that counts)."""
         raise NotImplementedError(f"{type(self).__name__} has no predictor")
+
+    def representations(self, model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        """The features of these inputs by name, (n, ...) each, for `representation`: what the head receives."""
+        return {"features": anatomy.features(model, x)}
 
     def steps(self) -> dict[str, Callable[..., Mapping[str, Value] | None]]:
         """The functions that run on clients, by name."""

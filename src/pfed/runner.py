@@ -9,7 +9,7 @@ from pfed.client import Client
 from pfed.config import RunOptions
 from pfed.data.base import ClientData, Federation, pooled
 from pfed.engines.base import POOLED, Reply
-from pfed.evaluate import READERS, assess
+from pfed.evaluate import READERS, assess, probe, represent
 from pfed.method import Method
 from pfed.pool import Pool
 from pfed.tasks import Task
@@ -25,6 +25,8 @@ class Runner:
         self._beside = {"new-test": federation.test}
         if federation.external is not None:
             self._beside["external"] = federation.external
+        if options.representation:
+            self._beside["probe"] = probe(federation, options.seed)
         self._keeps = method.keep_optimizer if options.keep_optimizer is None else options.keep_optimizer
 
     def _data(self, id: int) -> ClientData:
@@ -61,6 +63,8 @@ class Runner:
                     answer = dict(self.method.step(step)(client, **payload) or {})
                     if self.options.eval_point == "post_local" and client.fitted is not None:
                         client.state["post_local"] = assess(client, client.fitted)
+                    if self.options.representation and client.fitted is not None:
+                        client.state["representation"] = represent(client, self.method, client.fitted)
         finally:
             self.pool.give_back()
         wire.check_types(answer, f"The reply of {type(self.method).__name__}.{step}")

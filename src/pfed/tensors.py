@@ -85,7 +85,7 @@ class Mean:
         self._like: Tensors | Tensor | float | None = None
 
     def add(self, value: Tensors | Tensor | float, weight: float) -> None:
-        named = value if isinstance(value, Tensors) else {"": torch.as_tensor(value)}
+        named = value if isinstance(value, Tensors) else {"": _tensor(value)}
         if self._like is None:
             self._like = value
             self._sum = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in named.items()}
@@ -104,6 +104,10 @@ class Mean:
         if isinstance(self._like, Tensor):
             return mean[""].to(self._like.dtype)
         return float(mean[""])
+
+
+def _tensor(value: Tensor | float) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def pack(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensors:

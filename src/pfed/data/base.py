@@ -76,6 +76,7 @@ class Dataset:
     test: Tensor | None = None
     groups: Tensor | None = None  # (pool,) int64: the domain, writer or hospital of each sample
     group_names: tuple[str, ...] = ()
+    domains: bool = False  # the groups are domains: partition auto makes each a client
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
@@ -97,7 +98,7 @@ class Federation:
     clients: tuple[ClientData, ...]
     classes: tuple[str, ...]
     test: Samples  # the whole test set, for tests in which a sample's owner is unknown
-    public: Samples | None = None  # a common labelled set, taken out of training
+    public: Samples | None = None  # a common labelled set, taken out of training unless public_in_train
     external: Samples | None = None  # a domain that no client has
     source: str = "own data"
     notes: tuple[str, ...] = field(default=())

@@ -1,16 +1,21 @@
-"""What is known of each data set: content, licence, files with their checksums, and the routes to them.
+"""What is known of each data set: content, licence, its files, and the routes to them.
 
-The SHA-256 sums of MNIST, Fashion-MNIST and CIFAR-10 are those of the official files, unpacked. A package is pinned
-to a version where its registry keeps versions; in any case nothing is used whose content has another sum.
+What can be fetched has a checksum. The SHA-256 sums of MNIST, Fashion-MNIST and CIFAR-10 are those of the official
+files, unpacked. A package is pinned to a version where its registry keeps versions; in any case nothing is used whose
+content has another sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from pfed.data import formats
-from pfed.data.fetch import File, Official, Package, Route
+from pfed.data.archives import read_archive
+from pfed.data.fetch import File, Official, Package, Route, locate
+from pfed.data.folders import read_folder
+from pfed.data.pool import Pool
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,44 @@ class Form:
     files: tuple[File, ...]
     parse: Callable[..., formats.Split]
 
+    def __str__(self) -> str:
+        return f"the files {', '.join(file.name for file in self.files)}"
+
+    def lies_in(self, folder: Path) -> bool:
+        return all(locate(folder, file) for file in self.files)
+
+
+@dataclass(frozen=True)
+class Archive:
+    """One .npz file of images, as `read_archive` has it: somebody's own reduction, so it has no checksum."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"the file {self.name}"
+
+    def lies_in(self, folder: Path) -> bool:
+        return (folder / self.name).is_file()
+
+    def read(self, folder: Path, image_size: int, mode: str) -> Pool:
+        return read_archive(folder / self.name, image_size, mode)
+
+
+@dataclass(frozen=True)
+class Folders:
+    """The original image files, in folders DOMAIN/CLASS."""
+
+    domains: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"the folders {', '.join(self.domains)}"
+
+    def lies_in(self, folder: Path) -> bool:
+        return all((folder / name).is_dir() for name in self.domains)
+
+    def read(self, folder: Path, image_size: int, mode: str) -> Pool:
+        return read_folder(folder, image_size, mode, among=self.domains)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -27,22 +70,34 @@ class Source:
 
     name: str
     title: str
-    shape: tuple[int, ...]  # of one sample: channels, height, width
+    shape: tuple[int, ...]  # of one sample: channels, height, width; of image files, unless another size is asked for
     classes: tuple[str, ...]
     train: int  # samples of the official training set; all samples where there is no official split
     test: int
     mean: tuple[float, ...]  # per channel, of the training set scaled to [0, 1]
     std: tuple[float, ...]
     licence: str
+    domains: tuple[str, ...] = ()  # by which the samples are grouped
     size: int = 0  # bytes to download
-    forms: tuple[Form, ...] = ()  # none: the data come with an installed package
-    routes: tuple[tuple[Route, Form], ...] = ()  # tried in this order
+    forms: tuple[Form | Archive | Folders, ...] = ()  # none: the data come with an installed package
+    routes: tuple[tuple[Route, Form], ...] = ()  # tried in this order; none: only from the user's own folder
+    origin: str = ""  # where a user gets what cannot be fetched
     folders: tuple[str, ...] = ()  # where torchvision and the original archives put the files
     cached: bool = False  # told by `pfed.data.sources.sources`
 
     @property
     def samples(self) -> int:
         return self.train + self.test
+
+    @property
+    def by_hand(self) -> bool:
+        """It cannot be fetched: the user must put it into a folder."""
+        return bool(self.forms) and not self.routes
+
+    @property
+    def resizable(self) -> bool:
+        """It is read from image files, in any size."""
+        return not all(isinstance(form, Form) for form in self.forms)
 
 
 _DIGITS = tuple("0123456789")
@@ -160,6 +215,8 @@ _USPS_TABLE = Form(
 )
 _USPS_OFFICIAL = Official(("https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/",), _USPS_LIBSVM.files)
 
+_PACS_DOMAINS = ("photo", "art_painting", "cartoon", "sketch")
+
 SOURCES = {
     source.name: source
     for source in (
@@ -243,6 +300,21 @@ SOURCES = {
             forms=(_USPS_LIBSVM, _USPS_TABLE),
             routes=((_USPS_OFFICIAL, _USPS_LIBSVM), (Package("pip", "deepdata-alpha==0.2.3"), _USPS_TABLE)),
             folders=(".",),
+        ),
+        Source(
+            name="pacs",
+            title="PACS",
+            shape=(3, 96, 96),
+            classes=("dog", "elephant", "giraffe", "guitar", "horse", "house", "person"),
+            domains=_PACS_DOMAINS,
+            train=9991,
+            test=0,
+            mean=(0.7633, 0.7438, 0.7150),
+            std=(0.2996, 0.3091, 0.3382),
+            licence="none stated; cite Li et al. (2017)",
+            forms=(Archive("pacs_96px.npz"), Folders(_PACS_DOMAINS)),
+            folders=("kfold",),
+            origin="the project page of Li et al., Deeper, Broader and Artier Domain Generalization, ICCV 2017",
         ),
     )
 }

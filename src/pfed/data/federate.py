@@ -37,17 +37,19 @@ def federate(dataset: Dataset, options: SplitOptions, seed: int) -> Federation:
     """Divide a data set among clients.
 
     In this order: the official test set, or a stratified share; the public set, a stratified share of the training
-    data; the partition; the shift of pixels or labels; each client's validation data, a stratified share of its own.
-    All of it depends on the data, these options and the seed alone, so every method sees the same federation.
+    data, taken out of them unless `public_in_train`; the partition, of which each client keeps at most `train_cap`
+    training samples; the shift of pixels or labels; each client's validation data, a stratified share of its own. All
+    of it depends on the data, these options and the seed alone, so every method sees the same federation.
     """
     validate(options, "run")
-    kind = partition_of(options)
+    kind = partition_of(options, dataset.domains)
     y = _labels(dataset)
     strata = y if dataset.groups is None else dataset.groups.numpy() * len(dataset.classes) + y
     train, test = _split(dataset, strata, options.test_fraction, seed)
-    train, public = _carve(train, strata, options.public, streams.rng(seed, "partition", "public"))
+    without, public = _carve(train, strata, options.public, streams.rng(seed, "partition", "public"))
+    train = train if options.public_in_train else without
     parts = _divide(kind, dataset, train, test, options, seed)
-    own = [train[rows] for rows in parts.train]
+    own = [_capped(train[rows], y, options.train_cap, seed, _owner(kind, k)) for k, rows in enumerate(parts.train)]
     tests = [test[rows] for rows in parts.test]
     pool = _shifted(kind, dataset, [np.concatenate(rows) for rows in zip(own, tests, strict=True)], options, seed)
     whole, external = _beside(kind, dataset, parts, train, test)
@@ -59,25 +61,40 @@ def federate(dataset: Dataset, options: SplitOptions, seed: int) -> Federation:
 
     clients = []
     for k, rows in enumerate(own):
-        rest, held_out = _carve(rows, y, options.validation, streams.rng(seed, "partition", "validation", k))
+        generator = streams.rng(seed, "partition", "validation", _owner(kind, k))
+        rest, held_out = _carve(rows, y, options.validation, generator)
         validation = samples(held_out) if options.validation else None
         clients.append(ClientData(_name(dataset, parts, k), samples(rest), samples(tests[k]), validation))
+    common = replace(samples(public), x=dataset.x, y=dataset.y)  # a shift is its owners' alone
     return Federation(
         clients=tuple(clients),
         classes=dataset.classes,
         test=samples(whole),
-        public=samples(public) if options.public else None,
+        public=common if options.public else None,
         external=samples(external) if len(external) else None,
         source=dataset.name,
         notes=parts.notes + _notes(dataset, tests, options),
     )
 
 
-def partition_of(options: SplitOptions) -> str:
-    """The partition that the options ask for; options that contradict it are an error."""
+def _owner(kind: str, client: int) -> int:
+    """Whose stream draws a client's own splits: with replicated data one client's validation is nobody's training."""
+    return 0 if kind == "replicated" else client
+
+
+def _capped(rows: Rows, y: Rows, cap: int | None, seed: int, client: int) -> Rows:
+    """At most so many of a client's training rows, a stratified choice."""
+    if cap is None or len(rows) <= cap:
+        return rows
+    return _carve(rows, y, cap / len(rows), streams.rng(seed, "partition", "cap", client))[1]
+
+
+def partition_of(options: SplitOptions, domains: bool = False) -> str:
+    """The partition that the options ask for, of data with or without domains; options that contradict are an error."""
     kind: str = options.partition
     if kind == "auto":
-        kind = "classes" if options.classes_per_client else "dirichlet" if options.alpha else "iid"
+        usual = "domain" if domains else "iid"
+        kind = "classes" if options.classes_per_client else "dirichlet" if options.alpha else usual
     for name, owner in OWNER.items():
         if owner != kind and getattr(options, name) != DEFAULTS[name]:
             raise UserError(
@@ -88,6 +105,8 @@ def partition_of(options: SplitOptions) -> str:
         raise UserError("Partition classes needs classes_per_client, for example 2.")
     if kind == "dirichlet" and options.alpha is None:
         raise UserError("Partition dirichlet needs alpha, for example 0.5.")
+    if options.public_in_train and not options.public:
+        raise UserError("run.public_in_train needs run.public > 0. Got 0.")
     if kind == "concept" and options.test_split == "global":
         raise UserError("Partition concept needs test_split matched: a label means something else to each group.")
     return kind
@@ -141,6 +160,8 @@ def _divide(kind: str, dataset: Dataset, train: Rows, test: Rows, options: Split
     if kind == "dirichlet" and options.alpha is not None:
         cap, least = options.balance_cap, options.min_size
         return partition.dirichlet(*common, options.alpha, seed, balance_cap=cap, min_size=least)
+    if kind == "replicated":
+        return partition.replicated(*common)
     if kind == "quantity":
         return partition.quantity(*common, options.sigma, seed)
     if kind == "femnist":
@@ -203,6 +224,8 @@ def _notes(dataset: Dataset, tests: list[Rows], options: SplitOptions) -> tuple[
     notes = []
     if dataset.test is None:
         notes.append(f"no official test set: {options.test_fraction:.0%} of the samples were set apart for testing")
+    if options.public_in_train:
+        notes.append("the public set is part of the training samples too")
     untested = sum(len(rows) == 0 for rows in tests)
     if untested:
         notes.append(f"{untested} of {len(tests)} clients have no test samples")

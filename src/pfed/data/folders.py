@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,20 +32,33 @@ class Entry:
     test: bool
 
 
-def read_folder(root: Path, image_size: int | None = None) -> Pool:
-    """All images below a folder, with owners if the outer folders are clients."""
-    entries = _scan(root)
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """An image inside an archive: what it is called, and the bytes of a file or pixels."""
+
+    name: str
+    content: bytes | NDArray[np.uint8]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def read_folder(
+    root: Path, image_size: int | None = None, mode: str | None = None, among: Sequence[str] | None = None
+) -> Pool:
+    """All images below a folder, with owners if the outer folders are clients; with `among`, of these clients only."""
+    entries = _scan(root) if among is None else _clients([(name, root / name) for name in among])
     if not entries:
         raise UserError(f"{root} must hold images as {LAYOUTS}. Got none.")
     clients = tuple(dict.fromkeys(entry.client for entry in entries if entry.client is not None))
     position = {name: index for index, name in enumerate(clients)}
     return Pool(
-        x=read_images([entry.path for entry in entries], image_size),
+        x=read_images([entry.path for entry in entries], image_size, mode),
         labels=np.array([entry.label for entry in entries], np.str_),
         test=np.array([entry.test for entry in entries], np.bool_),
         owner=np.array([position.get(entry.client or "", 0) for entry in entries], np.int64),
         clients=clients,
-        notes=_left_out(root, {entry.path for entry in entries}),
+        notes=_left_out(root, {entry.path for entry in entries}) if among is None else (),
     )
 
 
@@ -61,8 +75,12 @@ def _scan(root: Path) -> list[Entry]:
         )
     if classes:
         return _classes(root, None, test=False)
+    return _clients(clients)
+
+
+def _clients(folders: Sequence[tuple[str, Path]]) -> list[Entry]:
     entries = []
-    for name, folder in clients:
+    for name, folder in folders:
         own = _splits(folder, name)
         if not own:
             raise UserError(f"Client folder {folder} must hold images in class folders. Got none.")
@@ -107,25 +125,29 @@ def _left_out(root: Path, used: set[Path]) -> tuple[str, ...]:
     return (f"Files left out, for they are no images in a class folder: {len(visible)}, such as {visible[0]}.",)
 
 
-def read_images(paths: Sequence[Path], image_size: int | None = None) -> Tensor:
-    """Images of one size as a tensor of bytes; all grey or all in colour, as the first one is. (n, c, h, w)"""
+def read_images(paths: Sequence[Path | Packed], image_size: int | None = None, mode: str | None = None) -> Tensor:
+    """Images of one size as a tensor of bytes; all grey ("L") or all in colour ("RGB"), by default as the first one is.
+
+    The tensor is (n, c, h, w).
+    """
     if image_size is not None and image_size < 1:
         raise UserError(f"image_size must be >= 1. Got {image_size}.")
-    mode = "L" if _open(paths[0]).mode in ("1", "L", "LA") else "RGB"
+    mode = mode or ("L" if _open(paths[0]).mode in ("1", "L", "LA") else "RGB")
     first = _pixels(paths[0], mode, image_size)
-    pixels = np.empty((len(paths), *first.shape), np.uint8)
+    height, width, channels = first.shape
+    pixels = np.empty((len(paths), channels, height, width), np.uint8)
     for index, path in enumerate(paths):
         image = _pixels(path, mode, image_size)
         if image.shape != first.shape:
             raise UserError(
-                f"{path} is {image.shape[1]}x{image.shape[0]} but {paths[0]} is {first.shape[1]}x{first.shape[0]}: "
+                f"{path} is {image.shape[1]}x{image.shape[0]} but {paths[0]} is {width}x{height}: "
                 f"pass image_size=N to have all images resized to NxN."
             )
-        pixels[index] = image
-    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
+        pixels[index] = image.transpose(2, 0, 1)
+    return torch.from_numpy(pixels)
 
 
-def _pixels(path: Path, mode: str, image_size: int | None) -> NDArray[np.uint8]:  # (h, w, c)
+def _pixels(path: Path | Packed, mode: str, image_size: int | None) -> NDArray[np.uint8]:  # (h, w, c)
     image = _open(path).convert(mode)
     if image_size is not None:
         image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
@@ -133,9 +155,9 @@ def _pixels(path: Path, mode: str, image_size: int | None) -> NDArray[np.uint8]:
     return array[:, :, None] if array.ndim == 2 else array
 
 
-def _open(path: Path) -> Image.Image:
+def _open(path: Path | Packed) -> Image.Image:
     try:
-        with Image.open(path) as image:
+        with _image(path) as image:
             image.load()
             if image.mode == "F":
                 raise UserError(f"{path} must have pixels in whole numbers. Got floats.")
@@ -147,5 +169,15 @@ def _open(path: Path) -> Image.Image:
         raise
     except FileNotFoundError as error:
         raise UserError(f"There is no image {path}.") from error
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
+    except UnidentifiedImageError as error:
+        raise UserError(f"{path} cannot be read as an image: its format is unknown.") from error
+    except (OSError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
         raise UserError(f"{path} cannot be read as an image: {error}.") from error
+
+
+def _image(path: Path | Packed) -> Image.Image:
+    if isinstance(path, Path):
+        return Image.open(path)
+    if isinstance(path.content, bytes):
+        return Image.open(io.BytesIO(path.content))
+    return Image.fromarray(path.content)

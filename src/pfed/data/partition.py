@@ -201,6 +201,12 @@ def feature(train: Rows, test: Rows, clients: int, seed: int) -> Parts:
     return replace(iid(train, test, clients, seed), notes=("each client's images are changed in a way of its own",))
 
 
+def replicated(train: Rows, test: Rows, clients: int) -> Parts:
+    """Every client holds all training samples and is tested on all test samples."""
+    notes = ("every client holds all training samples",)
+    return Parts([np.arange(len(train))] * clients, [np.arange(len(test))] * clients, notes)
+
+
 def quantity(train: Rows, test: Rows, clients: int, sigma: float, seed: int) -> Parts:
     """Sizes in proportion to exp(sigma * normal), at least one sample each; every client has the same class mix."""
     _need_samples(train, clients)

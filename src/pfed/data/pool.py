@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -116,11 +116,13 @@ def _notes(clients: Sequence[ClientData], divided: int, test_fraction: float, se
 
 
 def to_dataset(pool: Pool, classes: Classes, name: str) -> Dataset:
-    """Samples that no client owns yet, with their official split if they came with one."""
+    """Samples to be divided among clients, with their owners as groups and their official split if they have these."""
     y, names = class_indices(pool.labels, classes)
     if pool.test.all():
         raise UserError(f"{name} must hold at least one training sample. Got none.")
+    groups = torch.from_numpy(pool.owner) if pool.clients else None
+    dataset = Dataset(name, pool.x, y, names, groups=groups, group_names=pool.clients)
     if not pool.test.any():
-        return Dataset(name, pool.x, y, names)
+        return dataset
     train, test = (torch.from_numpy(np.flatnonzero(mask)) for mask in (~pool.test, pool.test))
-    return Dataset(name, pool.x, y, names, train, test)
+    return replace(dataset, train=train, test=test)

@@ -1,6 +1,7 @@
 """The data sets that pfed knows by name: load them, fetch them, check them.
 
-`load("mnist")` looks in `PFED_DATA/mnist` first, then in the cache, and fetches only what is in neither.
+`load("mnist")` looks in `PFED_DATA/mnist` first, then in the cache, and fetches only what is in neither. What cannot be
+fetched, such as `pacs`, must be below `PFED_DATA`.
 
 >>> dataset = load("digits")
 >>> dataset.x.shape, len(dataset.classes)
@@ -17,9 +18,10 @@ import numpy as np
 import torch
 
 from pfed.data.base import Dataset
-from pfed.data.catalog import SOURCES, Form, Source
-from pfed.data.fetch import FetchError, cache_folder, fetch, locate, locked, read
+from pfed.data.catalog import SOURCES, Archive, Folders, Form, Source
+from pfed.data.fetch import FetchError, cache_folder, fetch, locked, read
 from pfed.data.formats import Split
+from pfed.data.pool import Pool, to_dataset
 from pfed.errors import UserError, unknown
 
 
@@ -28,7 +30,7 @@ class Place:
     """A folder that holds all files of one form of a data set."""
 
     folder: Path
-    form: Form
+    form: Form | Archive | Folders
     remedy: str  # what to do when one of its files is bad
 
 
@@ -44,21 +46,16 @@ def sources() -> list[Source]:
     return [replace(source, cached=_is_here(source)) for source in SOURCES.values()]
 
 
-def load(name: str, folder: str | Path | None = None) -> Dataset:
-    """A data set by name, fetched when it is not here; `folder` may hold its original files instead."""
+def load(name: str, folder: str | Path | None = None, image_size: int | None = None) -> Dataset:
+    """A data set by name, fetched when it is not here; `folder` may hold its original files instead.
+
+    Image files (`pacs`) are resized to `image_size`, square; the other data sets have one size.
+    """
     source = find(name)
-    x, y, train = _read(source, Path(folder).expanduser() if folder is not None else None)
-    split = source.test > 0
-    return Dataset(
-        name=source.name,
-        x=torch.from_numpy(x),
-        y=torch.from_numpy(y),
-        classes=source.classes,
-        train=torch.arange(train) if split else None,
-        test=torch.arange(train, len(y)) if split else None,
-        mean=source.mean,
-        std=source.std,
-    )
+    if image_size is not None and not source.resizable:
+        height, width = source.shape[1:]
+        raise UserError(f"image_size resizes image files, and {name} comes in {height}x{width} pixels; leave it out.")
+    return _read(source, Path(folder).expanduser() if folder is not None else None, image_size)
 
 
 def get(name: str, force: bool = False) -> Path:
@@ -71,7 +68,7 @@ def get(name: str, force: bool = False) -> Path:
         return _scikit_learn_folder()
     place = _local(source)
     if place is not None:
-        _contents(place)  # raises where a file is bad
+        _dataset(source, place)  # raises where a file is bad
         return place.folder
     place = _in_cache(source)
     if place is not None and not force and not _problems_of_files(place):
@@ -87,27 +84,63 @@ def check(name: str) -> list[str]:
             place = _local(source) or _in_cache(source)
         except UserError as error:
             return [str(error)]
+        if place is None and source.by_hand:
+            raise _missing(source)
         if place is None:
             return [f"{name} is not here: `pfed data get {name}` fetches it."]
         problems = _problems_of_files(place)
         if problems:
             return problems
-    return _problems_of_content(source, _read(source, None))
+    try:
+        return _problems_of_content(source, _read(source))
+    except UserError as error:
+        return [str(error)]
 
 
-def _read(source: Source, folder: Path | None) -> Split:
+def _read(source: Source, folder: Path | None = None, image_size: int | None = None) -> Dataset:
     if not source.forms:
-        return _digits()
+        return _from_split(source, _digits())
     place = _complete(source, folder, "put the original file there") if folder is not None else _anywhere(source)
-    return place.form.parse(*_contents(place))
+    return _dataset(source, place, image_size)
 
 
 def _anywhere(source: Source) -> Place:
     return _local(source) or _in_cache(source) or _fetch(source)
 
 
-def _contents(place: Place) -> list[bytes]:
-    return [read(place.folder, file, place.remedy) for file in place.form.files]
+def _dataset(source: Source, place: Place, image_size: int | None = None) -> Dataset:
+    if isinstance(place.form, Form):
+        return _from_split(source, place.form.parse(*(read(place.folder, f, place.remedy) for f in place.form.files)))
+    size = source.shape[1] if image_size is None else image_size
+    mode = "RGB" if source.shape[0] == 3 else "L"
+    return _from_pool(source, place.form.read(place.folder, size, mode), place)
+
+
+def _from_split(source: Source, content: Split) -> Dataset:
+    x, y, train = content
+    split = source.test > 0
+    return Dataset(
+        name=source.name,
+        x=torch.from_numpy(x),
+        y=torch.from_numpy(y),
+        classes=source.classes,
+        train=torch.arange(train) if split else None,
+        test=torch.arange(train, len(y)) if split else None,
+        mean=source.mean,
+        std=source.std,
+    )
+
+
+def _from_pool(source: Source, pool: Pool, place: Place) -> Dataset:
+    """Image files with the classes and the domains in the catalog's order, whatever theirs is."""
+    if source.domains:
+        if not pool.clients or not set(pool.clients) <= set(source.domains):
+            known, found = ", ".join(source.domains), ", ".join(pool.clients)
+            raise UserError(f"The domains in {place.folder} must be among {known}. Got {found or 'none'}.")
+        position = np.array([source.domains.index(name) for name in pool.clients], np.int64)
+        pool = replace(pool, owner=position[pool.owner], clients=source.domains)
+    dataset = to_dataset(pool, source.classes, source.name)
+    return replace(dataset, domains=bool(source.domains), mean=source.mean, std=source.std)
 
 
 def _digits() -> Split:
@@ -135,7 +168,7 @@ def _holds(source: Source, folder: Path, remedy: str) -> Place | None:
     """The first place, in this folder or where the original archives unpack in it, with all files of a form."""
     for candidate in (folder, *(folder / name for name in source.folders)):
         for form in source.forms:
-            if all(locate(candidate, file) for file in form.files):
+            if form.lies_in(candidate):
                 return Place(candidate, form, remedy)
     return None
 
@@ -148,7 +181,7 @@ def _complete(source: Source, folder: Path, remedy: str) -> Place:
 
 
 def _needed(source: Source) -> str:
-    return " or ".join(f"the files {', '.join(file.name for file in form.files)}" for form in source.forms)
+    return " or ".join(map(str, source.forms))
 
 
 def _local(source: Source) -> Place | None:
@@ -175,6 +208,8 @@ def _anew(source: Source) -> str:
 
 def _fetch(source: Source, force: bool = False) -> Place:
     """Try every route in turn."""
+    if source.by_hand:
+        raise _missing(source)
     cache = cache_folder()
     tried = []
     try:
@@ -196,9 +231,16 @@ def _fetch(source: Source, force: bool = False) -> Place:
     )
 
 
+def _missing(source: Source) -> UserError:
+    return UserError(
+        f"{source.title} is not here and cannot be fetched: get it from {source.origin}, put {_needed(source)} into a "
+        f"folder named {source.name} and set PFED_DATA to the folder above it."
+    )
+
+
 def _problems_of_files(place: Place) -> list[str]:
     problems = []
-    for file in place.form.files:
+    for file in place.form.files if isinstance(place.form, Form) else ():
         try:
             read(place.folder, file, place.remedy)
         except UserError as error:
@@ -206,14 +248,15 @@ def _problems_of_files(place: Place) -> list[str]:
     return problems
 
 
-def _problems_of_content(source: Source, content: Split) -> list[str]:
-    x, y, train = content
+def _problems_of_content(source: Source, data: Dataset) -> list[str]:
+    groups = () if data.groups is None else np.unique(data.groups.numpy()).tolist()
     facts = (
-        ("samples", len(x), source.samples),
-        ("labels", len(y), source.samples),
-        ("training samples", train, source.train),
-        ("a sample's shape", x.shape[1:], source.shape),
-        ("classes", np.unique(y).tolist(), list(range(len(source.classes)))),
+        ("samples", len(data.x), source.samples),
+        ("labels", len(data.y), source.samples),
+        ("training samples", len(data.x if data.train is None else data.train), source.train),
+        ("a sample's shape", tuple(data.x.shape[1:]), source.shape),
+        ("classes", np.unique(data.y.numpy()).tolist(), list(range(len(source.classes)))),
+        ("domains", [source.domains[group] for group in groups], list(source.domains)),
     )
     return [
         f"{source.name}: {what} must be {expected}. Got {found}."

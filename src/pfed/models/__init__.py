@@ -36,12 +36,17 @@ def names() -> list[str]:
     return [*_PLAIN, *_RESNETS]
 
 
-def build(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """A new model for inputs of this shape (without the batch) and this many classes."""
+def build(name: str, *, classes: int, shape: tuple[int, ...], pretrained: bool = False) -> nn.Module:
+    """A new model for inputs of this shape (without the batch) and this many classes.
+
+    `pretrained` gives all but the head the weights that torchvision publishes for ImageNet.
+    """
     from pfed.models import plain, resnet, zoo  # here, so that a list of names costs no import of torch
 
     if classes < 1:
         raise UserError(f"A model must have at least 1 class. Got {classes}.")
+    if pretrained and not name.startswith("torchvision:"):
+        raise UserError(f"ImageNet weights are there for torchvision:NAME models only. Got model {name!r}.")
     if name in _PLAIN:
         model: nn.Module = getattr(plain, name.replace("-", "_"))(classes, shape)
         return model
@@ -51,7 +56,7 @@ def build(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
     if library == "timm" and inner:
         return zoo.from_timm(inner, classes, shape)
     if library == "torchvision" and inner:
-        return zoo.from_torchvision(inner, classes, shape)
+        return zoo.from_torchvision(inner, classes, shape, pretrained)
     raise unknown("model", name, [*names(), "timm:NAME", "torchvision:NAME"])
 
 

@@ -1,4 +1,4 @@
-"""Classifiers of timm and torchvision, without pretrained weights."""
+"""Classifiers of timm and torchvision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def from_timm(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
     return model
 
 
-def from_torchvision(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
+def from_torchvision(name: str, classes: int, shape: tuple[int, ...], pretrained: bool = False) -> nn.Module:
     """torchvision's classifier of this name; they all take images of three channels."""
     channels, _, _ = image(f"torchvision:{name}", shape)
     ensure()
@@ -33,4 +33,8 @@ def from_torchvision(name: str, classes: int, shape: tuple[int, ...]) -> nn.Modu
     if channels != 3:
         raise UserError(f"Model 'torchvision:{name}' wants images of 3 channels (timm's take any). Got {channels}.")
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes)
+    if pretrained:
+        from pfed.models.weights import load_imagenet
+
+        load_imagenet(model, name)
     return model
