@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from pfed.anatomy import ALL, HEAD, snapshot
 from pfed.client import Client
@@ -88,6 +88,9 @@ class FineTuned(Method):
             return {"personal": untuned}
         tuned = client.model(client.state["tuned"])
         return {"personal": tuned, "finetuned": tuned, "untuned": untuned}
+
+    def representations(self, model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        return self.base.representations(model, x)
 
     def _untuned(self, client: Client, download: Mapping[str, Any]) -> nn.Module:
         models = self.base.predictor(client, **download)
