@@ -143,7 +143,7 @@ def test_several_features_per_channel() -> None:
     assert group.size == 2
     assert [group.rows[f"{layer}.weight"] for layer in (0, 1, 2, 3, 5)] == [1, 2, 4, 4, 16]
     assert group.rows["5.running_var"] == found.inputs["6"].each == 16
-    masks = found.private([1])
+    masks = found.split([1]).shared
     assert masks["5.weight"].tolist() == [False] * 16 + [True] * 16
     assert masks["6.weight"].tolist() == [[False] * 16 + [True] * 16] * 3
 
@@ -164,14 +164,96 @@ def test_sides_and_splits_of_the_classifier() -> None:
     assert found.masks(Fraction(1), classifier_split="shared")["2.bias"].all()
     assert not found.masks(Fraction(1))["2.bias"].any()
     deeper = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    masks = channels(deeper, torch.zeros(1, 3)).private([0, 4])
+    masks = channels(deeper, torch.zeros(1, 3)).split([0, 4]).shared
     assert not masks["3.bias"].any()  # nothing that the classifier receives is shared
     assert masks["0.running_mean"].all()  # of the input itself, before any hidden channel
-    assert not channels(deeper, torch.zeros(1, 3)).private([4, 4])["0.weight"].any()
+    assert not channels(deeper, torch.zeros(1, 3)).split([4, 4]).shared["0.weight"].any()
     with pytest.raises(UserError, match=r"one count for each of 1 groups\. Got 2"):
-        found.private([1, 1])
+        found.split([1, 1])
     with pytest.raises(UserError, match=r"Private channels must be >= 0 and <= 4\. Got 5"):
-        found.private([5])
+        found.split([5])
+
+
+def test_a_fraction_for_each_group() -> None:
+    _, lenet = of("lenet5")
+    assert lenet.counts([Fraction(0), HALF, Fraction(1, 4), Fraction(1)]) == (0, 8, 30, 100)
+    with pytest.raises(UserError, match=r"one fraction for each of 4 groups\. Got 1"):
+        lenet.counts([HALF])
+
+
+@pytest.mark.parametrize("side", ["first", "last", "random-fixed"])
+def test_private_channels_stay_private(side: Side) -> None:
+    """Whatever the side, more private channels are those from before and some others."""
+    _, lenet = of("lenet5")
+    before = lenet.split([0, 0, 0, 0], side=side)
+    for i in range(1, 101):
+        counts = lenet.counts(Fraction(i, 100))
+        after = lenet.split(counts, side=side)
+        assert [int(own.sum()) for own in after.private] == list(counts)
+        assert all((own >= earlier).all() for own, earlier in zip(after.private, before.private, strict=True))
+        before = after
+
+
+def test_random_channels_are_the_same_everywhere() -> None:
+    """Neither first nor last, the same for groups of one size, and no matter what was drawn before."""
+    _, found = of("resnet8")
+    counts = found.counts(HALF)
+    drawn = found.split(counts, side="random-fixed").private
+    torch.manual_seed(1)
+    again = channels(build("resnet8", classes=3, shape=(3, 16, 16)), torch.zeros(1, 3, 16, 16))
+    assert all(map(torch.equal, drawn, again.split(counts, side="random-fixed").private))
+    assert torch.equal(drawn[0], drawn[1])
+    for side in ("first", "last"):
+        assert not any(map(torch.equal, drawn, found.split(counts, side=side).private))
+
+
+def test_whose_the_running_statistics_are() -> None:
+    model, found = of("resnet8")
+    counts = found.counts(HALF)
+    assert found.statistics == {name for name in model.state_dict() if "running" in name}
+    follow = found.split(counts).shared
+    for rule in ("local", "shared"):
+        masks = found.split(counts, statistics=rule).shared
+        for name, mask in masks.items():
+            expected = torch.full_like(mask, rule == "shared") if name in found.statistics else follow[name]
+            assert torch.equal(mask, expected), name
+    assert follow["bn1.running_mean"].tolist() == [False] * 8 + [True] * 8
+
+
+def test_degenerate_splits() -> None:
+    _, lenet = of("lenet5")
+    assert not lenet.split([1, 1, 1, 1]).degenerate
+    assert lenet.split([0, 1, 1, 1]).degenerate
+    assert lenet.split([3, 16, 60, 50]).degenerate
+
+
+def test_narrow_models() -> None:
+    """Those of which a thin copy needs nothing but smaller tensors, and draws nothing by chance."""
+    names = {"lenet5": True, "cnn-small-bn": True, "resnet8x4": True, "timm:seresnet18": True}
+    names |= {"resnet8": False, "torchvision:mobilenet_v2": False, "cnn-cifar100": False}
+    assert {name: of(name)[1].narrow for name in names} == names
+    image = torch.zeros(1, 3, 8, 8)
+    assert channels(Functional(), image).narrow
+
+    class Counted(Functional):
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.max_pool2d(self.first(x), 2).view(-1, 6 * 16)
+            out: Tensor = self.fc2(F.dropout(self.fc1(x), 0.0))
+            return out
+
+    assert not channels(Counted(), image).narrow
+    instance = nn.Sequential(nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4), nn.Flatten(), nn.Linear(256, 2))
+    assert not channels(instance, image).narrow
+
+
+@pytest.mark.parametrize("name", ["lenet5", "resnet8", "torchvision:mobilenet_v2"])
+def test_text(name: str) -> None:
+    """JSON and back, with nothing lost."""
+    _, found = of(name)
+    again = Channels.from_text(found.text())
+    assert again == found
+    assert again.text() == found.text()
+    assert all(isinstance(shape, torch.Size) for shape in again.shapes.values())
 
 
 class Functional(nn.Module):
@@ -360,7 +442,7 @@ def test_masked_inputs_are_the_thin_network(
     own = [(torch.arange(group.size) < group.size // 2) == (side == "first") for group in found.groups]
     with torch.no_grad():
         full, narrow = model(x), cut(model, found, own, thin())(x)
-    inputs = found.private_inputs(found.counts(HALF), side)
+    inputs = found.received(found.split(found.counts(HALF), side=side).private)
     torch.testing.assert_close(masked(model, found, inputs, x), narrow, rtol=1e-5, atol=1e-5)
     assert (full - narrow).abs().max() > 0.01
     assert torch.equal(masked(model, found, {name: torch.ones_like(v) for name, v in inputs.items()}, x), full)
@@ -372,7 +454,7 @@ def test_the_thin_network_does_not_see_the_other_channels() -> None:
     for name in ("resnet8", "torchvision:mobilenet_v2", "timm:mobilenetv3_small_050"):
         model, found = of(name, classes=3)
         model.eval()
-        masks, own = found.masks(HALF), found.private_inputs(found.counts(HALF))
+        masks, own = found.masks(HALF), found.received(found.split(found.counts(HALF)).private)
         x = torch.rand(2, 3, 32, 32)
         for keep_private in (False, True):
             keep = {n: v if keep_private else ~v for n, v in own.items()}

@@ -23,7 +23,7 @@ from pfed.engines.serial import Serial
 from pfed.record import Record
 from pfed.session import Session
 
-METHODS = [*registry.methods(), "fedavg+ft", "ditto+ft"]
+METHODS = [*registry.methods(), "fedavg+ft", "ditto+ft", "partialfed-fix+ft"]
 MODELS = ["cnn-small", "cnn-small-bn"]
 LOCAL = {"lr": 0.1, "batch_size": 8, "momentum": 0.5}
 
@@ -34,7 +34,7 @@ every_model = pytest.mark.parametrize("model", MODELS)
 @pytest.fixture(autouse=True)
 def _without_batchnorm_is_meant() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(FedBN|SiloBN): the model has no BatchNorm")
+        warnings.filterwarnings("ignore", "(FedBN|SiloBN|PartialFed): the model has no BatchNorm")
         yield
 
 

@@ -58,7 +58,8 @@ class Pair:
     def descend(self, choice: Sequence[int], batch: Batch) -> None:
         """A step of the chosen copies; what was not chosen has no gradient, so neither momentum nor decay moves it."""
         if not self.apart:
-            self.optimizers["both"].params = {name: self.composite(choice)[name] for name in self.trained}
+            chosen = self.composite(choice)
+            self.optimizers["both"].params = {name: chosen[name] for name in self.trained}
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
         self.loss(choice, batch).backward()  # type: ignore[no-untyped-call]
@@ -68,8 +69,8 @@ class Pair:
         if before is not None:
             with torch.no_grad():
                 for name, old in before.items():
-                    chosen = choice[self.group[name]]
-                    self.tensors[1 - chosen][name] += self.tensors[chosen][name] - old
+                    picked = choice[self.group[name]]
+                    self.tensors[1 - picked][name] += self.tensors[picked][name] - old
 
     def products(self, choice: Sequence[int], batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss, and <dl/dW[i], L[i]> and <dl/dW[i], G[i]> for each group. Nothing changes. (), (k, 2)"""

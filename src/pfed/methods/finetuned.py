@@ -79,7 +79,9 @@ class FineTuned(Method):
     @step
     def finetune(self, client: Client, **download: Any) -> None:
         model = self._untuned(client, download)
-        client.fit(model, epochs=self.ft_epochs, only=HEAD if self.ft_scope == "head" else ALL, stream="finetune")
+        only = HEAD if self.ft_scope == "head" else ALL
+        again = type(self.base).finish is not Method.finish  # then the base may have tuned in this very round
+        client.fit(model, epochs=self.ft_epochs, only=only, stream="finetune/again" if again else "finetune")
         client.state["tuned"] = snapshot(model)
 
     def predictor(self, client: Client, **download: Any) -> dict[str, nn.Module]:
