@@ -108,7 +108,8 @@ class Client:
         """Numbers of one batch for plots: what is recorded is the mean over the batches of this step."""
         for name, value in numbers.items():
             total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = total + float(value), count + 1
+            number = value.item() if isinstance(value, Tensor) else value
+            self._sums[name] = total + number, count + 1
             self.records[name] = self._sums[name][0] / self._sums[name][1]
 
     def model(self, *tensors: Tensors | None) -> nn.Module:

@@ -106,7 +106,7 @@ def least(logits: Tensor, labels: Tensor, tolerance: float = TOLERANCE, iteratio
     gamma, done = uniform(f.clients), 0
     sharp = float(f.spread.max())
     factors = [_SPREAD * 4**k / sharp for k in range(_STAGES) if _SPREAD * 4**k < sharp]
-    for stage in [f.sharpened(factor) for factor in factors]:  # softer problems lead to where the sharp one is smooth
+    for stage in map(f.sharpened, factors):  # softer problems lead to where the sharp one is smooth
         gamma, more = _descend(stage, gamma, 1e-3 * float(stage.spread.max()), iterations)
         done += more
     gamma, more = _descend(f, gamma, tolerance, iterations)
