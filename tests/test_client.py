@@ -180,7 +180,21 @@ class Noisy(nn.Module):
         return out
 
 
-@pytest.mark.parametrize(("model", "cached"), [("cnn-small", True), ("cnn-small-bn", True), (Noisy, False)])
+class Scaled(nn.Module):
+    """A model that does something after its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = 2 * self.fc(x.flatten(1))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "cached"), [("cnn-small", True), ("cnn-small-bn", True), (Noisy, False), (Scaled, False)]
+)
 def test_features_are_computed_once_only_where_that_is_exact(
     tiny: Federation, model: Any, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +202,7 @@ def test_features_are_computed_once_only_where_that_is_exact(
     original = Cache.features
     monkeypatch.setattr(Cache, "features", lambda *args: used.append(1) or original(*args))
     client = make(tiny, "cnn-small")
-    client.pool = Pool([model() if model is Noisy else build(model, classes=10, shape=(1, 8, 8))])
+    client.pool = Pool([build(model, classes=10, shape=(1, 8, 8)) if isinstance(model, str) else model()])
     client.fit(client.model(), only=HEAD, epochs=2)
     assert bool(used) == cached
 

@@ -21,7 +21,7 @@ from helpers import Residual, Run, assert_same, blobs, federation, mlp, run, sam
 from torch import Tensor, nn
 
 from pfed import Client, Cohort, Experiment, Method, Tensors, UserError, anatomy, features, head, models, step
-from pfed.evaluate import View
+from pfed.forward import View
 from pfed.losses import supervised_contrastive
 from pfed.methods.dualfed import ENCODER, GLOBAL_HEAD, PERSONAL_HEAD, PROJECTOR, DualFed
 from pfed.models.twoheaded import OneHead, TwoHeaded, projector

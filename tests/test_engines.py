@@ -126,11 +126,12 @@ def test_a_bad_reply_is_a_failure_with_its_reason(tiny: Federation, reply: Any, 
         (lambda p: {"params": p.only(list(p)[:1])}, "params does not fit that of the other clients"),
     ],
 )
-def test_what_cannot_be_averaged_is_a_failure(tiny: Federation, reply: Any, reason: str) -> None:
+@pytest.mark.parametrize("how", ["mean", "call"])
+def test_what_cannot_be_combined_is_a_failure(tiny: Federation, reply: Any, reason: str, how: str) -> None:
     @dataclass(frozen=True)
     class Averaging(Probe):
         def round(self, server: Any, cohort: Any) -> None:
-            server["params"] = cohort.mean(self.update, "params", **self.download(server))
+            getattr(cohort, how)(self.update, "params", **self.download(server))
 
     BEHAVIOUR[0] = lambda client, params: reply(params) if client.id == 2 else {"params": params}
     result = Experiment(Averaging(), tiny, "mlp", rounds=1).run()

@@ -62,7 +62,7 @@ class Exchange:
     ) -> Iterator[tuple[int, Reply]]:
         """Run a training step; yields accepted answers by ascending client id.
 
-        Where the value under `key` is to be averaged, it must have the names and shapes of the first one.
+        Where the values under `key` are to be combined, they must have the names and shapes of the first one.
         """
         self.calls += 1
         chosen = self._present(round, ids)
@@ -189,10 +189,13 @@ class Cohort:
         self.public = exchange.public
         self.answered: list[int] = []  # who answered the last call
 
-    def call(self, step: Callable[..., Any], **payload: Any) -> Replies:
-        """Run a step on every client of the cohort and wait for all answers."""
+    def call(self, step: Callable[..., Any], alike: str | None = None, /, **payload: Any) -> Replies:
+        """Run a step on every client of the cohort and wait for all answers.
+
+        A client whose value under the name `alike` has not the names and shapes of the others' has failed.
+        """
         replies = Replies(self._agg)
-        for client, reply in self._exchange.train(step.__name__, self.round, self.ids, payload):
+        for client, reply in self._exchange.train(step.__name__, self.round, self.ids, payload, alike):
             replies[client] = reply.payload
             replies.weights[client] = reply.weight
         self.answered = list(replies)

@@ -23,28 +23,13 @@ from pfed.cohort import Exchange
 from pfed.config import RunOptions
 from pfed.data.base import Federation, Samples, union
 from pfed.engines.base import POOLED
-from pfed.forward import SLICE
+from pfed.forward import SLICE, View
 from pfed.method import Method
 from pfed.tensors import Mean, Tensors
 from pfed.wire import Payload, State
 
-PROBE = 200  # test samples of each client on which features are compared
+PROBE, PROBE_TOTAL = 200, 2000  # test samples on which features are compared: of each client, and of all at most
 FULL = ("accuracy", "balanced-accuracy", "macro-f1", "auroc", "ece")
-
-
-class View(nn.Module):
-    """A model under another head: what it says is `head(features(model, x))`.
-
-    Where a method has itself judged by several heads on one body, evaluation computes the body's features once.
-    """
-
-    def __init__(self, model: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.model, self.head = model, head
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(anatomy.features(self.model, x))
-        return out
 
 
 def assess(client: Client, models: nn.Module | Mapping[str, nn.Module], names: tuple[str, ...] = FULL) -> Payload:
@@ -107,10 +92,11 @@ def _weights(client: Client, method: Method, download: Payload) -> Payload:
 
 def probe(federation: Federation, seed: int) -> Samples:
     """Some test samples of every client, the same in all rounds: on them the clients' features are compared."""
+    each = min(PROBE, max(1, PROBE_TOTAL // len(federation.clients)))
     chosen = []
     for i, client in enumerate(federation.clients):
         order = streams.rng(seed, "probe", i).permutation(len(client.test))
-        chosen.append(client.test.part(torch.from_numpy(order[:PROBE]).sort().values))
+        chosen.append(client.test.part(torch.from_numpy(order[:each]).sort().values))
     return union(chosen)
 
 

@@ -75,6 +75,21 @@ def head(model: nn.Module, z: Tensor) -> Tensor:
     return anatomy.head(model, z)
 
 
+class View(nn.Module):
+    """A model under another head: what it says is `head(features(model, x))`.
+
+    Where a method has itself judged by several heads on one body, evaluation computes the body's features once.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(anatomy.features(self.model, x))
+        return out
+
+
 @contextlib.contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
     """Inside, BatchNorm in train mode takes the batch's statistics and leaves the running ones alone.

@@ -88,7 +88,7 @@ class Pool:
         self._lent.clear()
 
     def steady(self, model: nn.Module, x: Tensor) -> bool:
-        """Whether features are the same in the model's present mode as in eval mode: no chance, no batch statistics."""
+        """Whether features may be computed once: no chance, no batch statistics, and the head has the last word."""
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()):
             return False
         modes = tuple(module.training for module in model.modules())
@@ -98,9 +98,10 @@ class Pool:
                 now = anatomy.features(model, x)
                 model.eval()
                 quiet = anatomy.features(model, x)
+                last = torch.equal(anatomy.head(model, quiet), model(x))
             for module, mode in zip(model.modules(), modes, strict=True):
                 module.training = mode
-            self._steady[kind, modes] = torch.equal(now, quiet)
+            self._steady[kind, modes] = last and torch.equal(now, quiet)
         return self._steady[kind, modes]
 
 

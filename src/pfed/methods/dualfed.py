@@ -11,8 +11,7 @@ from pfed.anatomy import NONE, NORM, STATS, Part, names_under
 from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.errors import UserError
-from pfed.evaluate import View
-from pfed.forward import Batch, features
+from pfed.forward import Batch, View, features
 from pfed.losses import supervised_contrastive
 from pfed.method import Aggregation, Method, step
 from pfed.models import twoheaded

@@ -88,7 +88,7 @@ class FedCD(Method):
         if self.common == "shared_batch":
             self._together(cohort)
         else:
-            replies = cohort.call(self.update, teacher=server["teacher"])
+            replies = cohort.call(self.update, "logits", teacher=server["teacher"])
             server["teacher"] = combine(self._gamma(cohort, replies), replies)
 
     @step
@@ -166,12 +166,12 @@ class FedCD(Method):
 
     def _together(self, cohort: Cohort) -> None:
         """All clients take the same training batch in each step, as in KDCL, with weights from the public set."""
-        replies = cohort.call(self.judge)
+        replies = cohort.call(self.judge, "logits")
         gamma = self._gamma(cohort, replies)
         for number in range(max(replies.each("steps").values())):
             teacher = None
             if number % self.kd_every == 0:
-                teacher = combine(gamma, cohort.call(self.look, number=number))
+                teacher = combine(gamma, cohort.call(self.look, "logits", number=number))
             cohort.call(self.learn, number=number, teacher=teacher)
 
     @step
