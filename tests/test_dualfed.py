@@ -520,7 +520,7 @@ def test_frozen_features_are_computed_once() -> None:
         done = go({"stage2_bn": "eval"}, Counted, data, rounds=1, local=local, exact_shortcuts=shortcuts)
         found[shortcuts], passes[shortcuts] = done.server["shared"], Counted.rows[:]
     assert passes[False] == [5] * 6 + [5] * 6 + [10]  # stage 1, stage 2, evaluation
-    assert passes[True] == [5] * 6 + [2] * 2 + [10] + [10]  # where a probe shows that the features are steady
+    assert passes[True] == [5] * 6 + [2] * 3 + [10] + [10]  # where a probe shows that the features are steady
     for name, tensor in found[True].items():
         torch.testing.assert_close(tensor, found[False][name], rtol=1e-5, atol=1e-6)
 

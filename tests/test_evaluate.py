@@ -61,6 +61,14 @@ def test_external_test(tiny: Federation) -> None:
     assert 0 <= result.metrics["ensemble/external"] <= 1
 
 
+def test_every_judged_model_has_an_external_test(tiny: Federation) -> None:
+    """CD2-pFed's shared channels alone are one of them."""
+    outside = dataclasses.replace(tiny, external=tiny.clients[3].test)
+    hyper = {"judge_subnets": True, "progressive": False}
+    metrics = Experiment("cd2pfed", outside, "mlp", rounds=1, local=LOCAL, hyper=hyper).run().metrics
+    assert {f"{name}/external" for name in ("ensemble", "personal", "private-subnet", "shared-subnet")} <= set(metrics)
+
+
 def test_post_local_judges_the_model_right_after_training(tiny: Federation) -> None:
     """FedAvg: before the average each client has its own model; both points are named in the result."""
     download, local = (

@@ -80,8 +80,10 @@ def _evaluate(client: Client, method: Method, download: Payload, names: tuple[st
 
 
 def _predict(client: Client, method: Method, download: Payload, data: str) -> Payload:
-    model = next(iter(_judged(client, method, download).values()))
-    return {"predictions": client.task.predict(model, client.beside[data])}
+    """What the personal model says of common samples, and of external ones what every model says."""
+    judged = _judged(client, method, download)
+    named = judged if data == "external" else dict([next(iter(judged.items()))])
+    return {"predictions": Tensors(_predictions(client, named, client.beside[data]))}
 
 
 def _weights(client: Client, method: Method, download: Payload) -> Payload:
@@ -214,10 +216,10 @@ class Evaluator:
         ensemble = metrics.Ensemble(rule)
         for client, reply in self.exchange.ask(step, round, ids, download):
             predictions = reply["predictions"]
-            assert isinstance(predictions, Tensor)
-            ensemble.add(predictions)
-            if alone is not None:
-                alone.clients[client, "personal/external"] = _accuracy(predictions.argmax(1), samples)
+            assert isinstance(predictions, Tensors)
+            ensemble.add(next(iter(predictions.values())))
+            for name, own in predictions.items() if alone is not None else ():
+                alone.clients[client, f"{name}/external"] = _accuracy(own.argmax(1), samples)
         return _accuracy(ensemble.predict(), samples)
 
 
