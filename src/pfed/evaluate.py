@@ -218,8 +218,9 @@ class Evaluator:
             predictions = reply["predictions"]
             assert isinstance(predictions, Tensors)
             ensemble.add(next(iter(predictions.values())))
-            for name, own in predictions.items() if alone is not None else ():
-                alone.clients[client, f"{name}/external"] = _accuracy(own.argmax(1), samples)
+            if alone is not None:
+                for name, own in predictions.items():
+                    alone.clients[client, f"{name}/external"] = _accuracy(own.argmax(1), samples)
         return _accuracy(ensemble.predict(), samples)
 
 
