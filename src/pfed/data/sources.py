@@ -19,7 +19,7 @@ import torch
 
 from pfed.data.base import Dataset
 from pfed.data.catalog import SOURCES, Archive, Folders, Form, Source
-from pfed.data.fetch import FetchError, cache_folder, fetch, locked, read
+from pfed.data.fetch import FetchError, cache_folder, fetch_any, locked, read
 from pfed.data.formats import Split
 from pfed.data.pool import Pool, to_dataset
 from pfed.errors import UserError, unknown

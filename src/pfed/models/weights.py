@@ -55,6 +55,6 @@ def _path(file: File, address: str, name: str) -> Path:
         raise UserError(f"The cache {folder} cannot be written ({error}): set PFED_CACHE to another folder.") from error
     except FetchError as error:
         raise UserError(
-            f"ImageNet weights of {name} could not be fetched ({error}): put {file.name} into a folder named weights and "
-            "set PFED_DATA to the folder above it."
+            f"ImageNet weights of {name} could not be fetched ({error}): put {file.name} into a folder named weights "
+            "and set PFED_DATA to the folder above it."
         ) from error
