@@ -268,3 +268,11 @@ def test_a_method_can_refuse_a_run_before_it_begins(tiny: Federation, tmp_path: 
     with pytest.raises(UserError, match=r"Picky needs 3 rounds with 4 clients\. Got 2\."):
         Experiment(Picky(), tiny, "mlp", rounds=2).run(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_take_the_data_is_refused_before_anything_is_written(
+    tiny: Federation, tmp_path: Any
+) -> None:
+    with pytest.raises(UserError, match=r"^Linear can't be run on an input of shape \(1, 8, 8\): mat1 and mat2 shapes"):
+        Experiment("fedavg", tiny, torch.nn.Linear(5, 10), rounds=1).run(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -27,8 +27,21 @@ class Spec:
         self.classes, self.shape = classes, shape
 
     def base(self) -> nn.Module:
+        """The model that the run was given; one that can't take its inputs is an error here."""
         with streams.torch_scope(self._seed, "init", self._own):
-            return self._make()
+            model = self._make()
+        with torch.no_grad(), streams.torch_scope(0, "trial"):
+            mode = model.training
+            try:
+                model.eval()(torch.zeros(1, *self.shape))
+            except Exception as error:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                raise UserError(
+                    f"{type(model).__name__} can't be run on an input of shape {self.shape}: {reason}"
+                ) from error
+            finally:
+                model.train(mode)
+        return model
 
     def add(self, name: str, make: Callable[[], nn.Module]) -> nn.Module:
         """A part of the method's own, from its own stream."""
