@@ -11,8 +11,8 @@ export OMP_NUM_THREADS ?= 1
 demo: .venv/ready
 	$(PY) -m pfed compare local fedavg fedrep cd2pfed fedcd dualfed fedbsd partialfed-fix partialfed-adaptive \
 		--data digits --clients 10 --alpha 0.3 --test-split matched --test-fraction 0.7 --public 0.1 --model mlp \
-		--rounds 20 --local.epochs 2 --local.lr 0.1 --eval-every 5 --seeds 2 \
-		--set fedcd.batch=32 --set dualfed.lam=0.1 --set partialfed-fix.strategy=wo_fc \
+		--rounds 15 --local.epochs 2 --local.lr 0.1 --eval-every 5 --seeds 2 --set fedcd.batch=32 \
+		--set dualfed.lam=1 --set dualfed.projector_bn=false --set partialfed-fix.strategy=wo_fc \
 		--runs runs --report report.html
 	@echo "The report is report.html; the runs are in runs."
 

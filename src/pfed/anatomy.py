@@ -129,6 +129,14 @@ class _Named:
 
 
 @dataclass(frozen=True)
+class _Under:
+    module: str
+
+    def __call__(self, model: nn.Module) -> frozenset[str]:
+        return names_under(model, self.module)
+
+
+@dataclass(frozen=True)
 class _Typed:
     types: Callable[[], tuple[type, ...]]
 
@@ -141,6 +149,11 @@ class _Typed:
 def of(names: Iterable[str], label: str = "named") -> Part:
     """A part made of these tensors."""
     return Part(label, _Named(frozenset(names)))
+
+
+def under(module: str, label: str) -> Part:
+    """What is below the module of this name."""
+    return Part(label, _Under(module))
 
 
 def names_under(model: nn.Module, module: str) -> frozenset[str]:

@@ -33,7 +33,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from pfed import streams
-from pfed.anatomy import STATS, head_name
+from pfed.anatomy import STATS, head_name, marks, once
 from pfed.errors import UserError
 
 ClassifierSplit = Literal["input", "output", "private", "shared"]
@@ -216,6 +216,11 @@ def channels(model: nn.Module, example_input: Tensor) -> Channels:
     with torch.no_grad():
         follower.run(example_input)
     return follower.found(model)
+
+
+def layout(model: nn.Module) -> Channels:
+    """The channels of a run's model, followed once."""
+    return once(model, "channels", lambda m: channels(m, torch.zeros(1, *marks(m).shape)))
 
 
 def _classifier(model: nn.Module) -> str:

@@ -43,6 +43,17 @@ def scores(probs: Tensor, y: Tensor, names: Sequence[str] = ("accuracy",)) -> di
     return out
 
 
+def correct(scores: Tensor, y: Tensor) -> Tensor:
+    """For each sample, whether the class with the highest score (n, classes) is its own. (n,)"""
+    return scores.argmax(1) == y
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Of the predicted class, in nats, mean over samples: ln C for a guess among C."""
+    log_p = logits.detach().log_softmax(1)
+    return -(log_p.exp() * log_p).sum(1).mean()
+
+
 def _counted(probs: Tensor, y: Tensor) -> dict[str, float]:
     """The scores that follow from counts per class, in float64."""
     from pfed import compat

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pfed.channels import Channels
+from pfed.channels import Channels, Split, layout
 from pfed.forward import quiet
 
 BatchNormRule = Literal["batch_noupdate", "update", "eval"]
@@ -60,6 +60,12 @@ class Subnet(nn.Module):
             weight = f"{layer}.weight"
             tensors[weight] = tensors.get(weight, state[weight]).index_select(1, _places(self._chosen[number], each))
         return tensors
+
+
+def pair(model: nn.Module, split: Split, bn: BatchNormRule, thin: bool) -> dict[str, Subnet]:
+    """The networks of the private and of the shared channels of a run's model, in this order."""
+    sides = {"private-subnet": split.private, "shared-subnet": tuple(~own for own in split.private)}
+    return {name: Subnet(model, layout(model), chosen, bn, thin) for name, chosen in sides.items()}
 
 
 def _places(chosen: Tensor, each: int) -> Tensor:

@@ -118,6 +118,11 @@ def pack(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensors:
 def unpack(packed: Mapping[str, Tensor], masks: Mapping[str, Tensor], onto: Mapping[str, Tensor]) -> Tensors:
     """Put packed elements back to where their mask is set, in copies of `onto`."""
     out = Tensors({n: t.clone() for n, t in onto.items()})
-    for name, values in packed.items():
-        out[name][masks[name]] = values
+    put(packed, masks, out)
     return out
+
+
+def put(packed: Mapping[str, Tensor], masks: Mapping[str, Tensor], onto: Mapping[str, Tensor]) -> None:
+    """The same, in the tensors of `onto` themselves."""
+    for name, values in packed.items():
+        onto[name][masks[name]] = values

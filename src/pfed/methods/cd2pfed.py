@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import functools
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -10,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pfed import anatomy
-from pfed.channels import Channels, Split, channels, n_private
+from pfed import absence, anatomy
+from pfed.channels import Channels, Split, channels, layout, n_private
 from pfed.client import Client, Loss
 from pfed.cohort import Cohort
 from pfed.config import RunOptions
@@ -19,12 +17,14 @@ from pfed.data.base import Federation
 from pfed.errors import UserError
 from pfed.forward import Batch
 from pfed.losses import kl
-from pfed.method import Aggregation, Each, Method, Reduction, step
+from pfed.method import Aggregation, Method, Reduction, step
+from pfed.metrics import correct, entropy
 from pfed.options import option
 from pfed.pool import Spec
 from pfed.registry import register
-from pfed.subnets import Subnet
-from pfed.tensors import Tensors, pack, unpack
+from pfed.smoothing import Smoothing, rampup
+from pfed.subnets import pair
+from pfed.tensors import Tensors, pack, put, unpack
 from pfed.wire import Payload, State
 
 
@@ -86,9 +86,8 @@ class CD2pFed(Method):
 
     def check(self, options: RunOptions, federation: Federation) -> None:
         if self.bn_buffers == "shared" and options.bn != "share":
-            raise UserError(
-                f"CD2pFed.bn_buffers can't be 'shared' where the run keeps them at the clients: bn={options.bn}."
-            )
+            kept = f"the run keeps them at the clients: bn={options.bn}"
+            raise UserError(f"CD2pFed.bn_buffers can't be 'shared' where {kept}.")
 
     def build(self, spec: Spec) -> nn.Module:
         model = spec.base()
@@ -107,13 +106,8 @@ class CD2pFed(Method):
     def download(self, server: State) -> dict[str, Any]:
         """What was shared when the client last answered, all if it never did; and the number of that round."""
         found, params, rounds = Channels.from_text(server["channels"]), server["params"], server["rounds"]
-        last = functools.partial(_last, server)
-
-        @functools.cache
-        def packed(round: int) -> Tensors:
-            return pack(params, self.split(found, round, rounds).shared)
-
-        return {"shared": Each(lambda client: packed(last(client))), "last": Each(last)}
+        shared = absence.since(server, lambda last: pack(params, self.split(found, last, rounds).shared))
+        return {"shared": shared, "last": absence.since(server, int)}
 
     def round(self, server: State, cohort: Cohort) -> None:
         if cohort.rounds != server["rounds"]:
@@ -121,11 +115,9 @@ class CD2pFed(Method):
             raise UserError(f"CD2pFed can't go on with another number of rounds: {planned}. Got {cohort.rounds}.")
         mean = cohort.mean(self.update, "shared", **self.download(server))
         found = Channels.from_text(server["channels"])
-        split = self.split(found, cohort.round, cohort.rounds)
-        server["params"] = unpack(mean, split.shared, onto=server["params"])
-        absent = sorted(set(range(cohort.total)) - set(cohort.answered))
-        server["last"] = {client: _last(server, client) for client in absent}
-        server["newest"] = cohort.round
+        shared = self.split(found, cohort.round, cohort.rounds).shared
+        server["params"] = unpack(mean, shared, onto=server["params"])
+        absence.note(server, cohort)
         p, *each = self.shares(cohort.round, cohort.rounds)
         parameters = mean.drop(found.statistics).numel
         cohort.log(p=float(max(each, default=p)), shared_elements=mean.numel, shared_parameters=parameters)
@@ -136,11 +128,8 @@ class CD2pFed(Method):
     def update(self, client: Client, shared: Tensors, last: int) -> Payload:
         model = self.received(client, shared, last)
         split = self.split(layout(model), client.round, client.rounds)
-        average = Smoothing(model, split, self.new_weight(client.round, client.rounds))
-        if self.ema_every == "epoch":
-            client.fit(model, self.loss(client, model, split), each_epoch=average)
-        else:
-            client.fit(model, self.loss(client, model, split), extra=[average])
+        average = Smoothing(model, split, self.new_weight(client.round, client.rounds), self.ema_every)
+        client.fit(model, self.loss(client, model, split), extra=[average], each_epoch=average.epoch)
         client.trained(self.judged(client, model, split))
         client.state["own"] = anatomy.snapshot(model)
         return {"shared": pack(client.share(model), split.shared)}
@@ -150,11 +139,11 @@ class CD2pFed(Method):
         distilled = self.distillation and self.lam > 0
         if split.degenerate or not (distilled or self.subnet_ce):
             return None
-        subnets = self.subnets(client, model, split)
+        subnets = pair(model, split, self.bn_subnet, client.options.exact_shortcuts)
 
         def loss(model: nn.Module, batch: Batch) -> Tensor:
             z = model(batch)
-            private, shared = (subnet(batch.x) for subnet in subnets)
+            private, shared = (subnet(batch.x) for subnet in subnets.values())
             total = F.cross_entropy(z, batch.y)
             if distilled:
                 l_cd = self.l_cd(z, private, shared)
@@ -163,19 +152,18 @@ class CD2pFed(Method):
             if self.subnet_ce:
                 total = total + self.subnet_ce * sum(F.cross_entropy(own, batch.y) for own in (private, shared))
             for name, own in {"private": private, "shared": shared}.items():
-                client.log_mean(**{f"{name}_accuracy": accuracy(own, batch.y), f"{name}_entropy": entropy(own)})
+                right = correct(own, batch.y).float().mean()
+                client.log_mean(**{f"{name}_accuracy": right, f"{name}_entropy": entropy(own)})
             return total
 
         return loss
 
     def l_cd(self, z: Tensor, private: Tensor, shared: Tensor) -> Tensor:
         """Half the sum of two KL terms, by default KL(private ‖ shared) and KL(shared ‖ private)."""
-        pairs = [(private, shared), (shared, private)]
-        if self.cd_targets == "from_full":
-            pairs = [(z, private), (z, shared)]
-        if self.cd_targets == "from_full" or self.cd_stopgrad == "teacher":
+        full, tau = self.cd_targets == "from_full", self.cd_temperature
+        pairs = [(z, private), (z, shared)] if full else [(private, shared), (shared, private)]
+        if full or self.cd_stopgrad == "teacher":
             pairs = [(target.detach(), learner) for target, learner in pairs]
-        tau = self.cd_temperature
         first, second = (kl(target, learner, tau) for target, learner in pairs)
         return tau**2 * (first + second) / 2
 
@@ -186,9 +174,7 @@ class CD2pFed(Method):
     def received(self, client: Client, shared: Tensors, last: int) -> nn.Module:
         """The client's own model with the newest of what it shared in round `last`."""
         model = client.model(client.state.get("own"))
-        state, split = model.state_dict(), self.split(layout(model), last, client.rounds)
-        for name, values in shared.items():
-            state[name][split.shared[name]] = values
+        put(shared, self.split(layout(model), last, client.rounds).shared, onto=model.state_dict())
         return model
 
     def shares(self, round: int, rounds: int) -> tuple[Fraction, ...]:
@@ -205,68 +191,13 @@ class CD2pFed(Method):
 
     def beta_t(self, round: int, rounds: int) -> float:
         """β_t grows until t0, a tenth of the rounds."""
-        t, t0 = round - 1 + self.t_offset, max(1, (rounds + 5) // 10)
-        return self.beta * math.exp(-5 * (1 - t / t0) ** 2) if t < t0 else self.beta
+        return self.beta * rampup(round - 1 + self.t_offset, rounds)
 
     def new_weight(self, round: int, rounds: int) -> float:
         """How much of a private weight is new."""
-        if not self.smoothing:
-            return 1.0
-        beta_t = self.beta_t(round, rounds)
-        return beta_t if self.ema_reading == "literal" else 1 - beta_t
-
-    def subnets(self, client: Client, model: nn.Module, split: Split) -> tuple[Subnet, Subnet]:
-        """The private and the shared one."""
-        settings = (self.bn_subnet, client.options.exact_shortcuts)
-        shared = [~own for own in split.private]
-        return Subnet(model, layout(model), split.private, *settings), Subnet(model, layout(model), shared, *settings)
+        beta_t = self.beta_t(round, rounds) if self.ema_reading == "literal" else 1 - self.beta_t(round, rounds)
+        return beta_t if self.smoothing else 1.0
 
     def judged(self, client: Client, model: nn.Module, split: Split) -> dict[str, nn.Module]:
-        if not self.judge_subnets:
-            return {"personal": model}
-        private, shared = self.subnets(client, model, split)
-        return {"personal": model, "private-subnet": private, "shared-subnet": shared}
-
-
-def layout(model: nn.Module) -> Channels:
-    """The channels of a run's model, followed once."""
-    return anatomy.once(model, "channels", lambda m: channels(m, torch.zeros(1, *anatomy.marks(m).shape)))
-
-
-def _last(server: State, client: int) -> int:
-    """The round in which a client last answered: the newest, unless it was absent then."""
-    return int(server["last"].get(client, server["newest"]))
-
-
-class Smoothing:
-    """v ← β v + (1 − β) v_before for the private elements of a model's parameters, at every call."""
-
-    def __init__(self, model: nn.Module, split: Split, beta: float) -> None:
-        self.beta = beta
-        own = {name: ~split.shared[name] for name in anatomy.trainable(model)} if beta < 1 else {}
-        self.private = {name: mask for name, mask in own.items() if mask.any()}
-        self.live = {name: anatomy.trainable(model)[name] for name in self.private}
-        self.before = {name: v.detach().clone() for name, v in self.live.items()}
-
-    @torch.no_grad()
-    def __call__(self, model: nn.Module | None = None) -> None:
-        for name, v in self.live.items():
-            mixed = self.beta * v + (1 - self.beta) * self.before[name]
-            v.copy_(torch.where(self.private[name], mixed, v))
-            self.before[name].copy_(v)
-
-    def step(self) -> None:
-        self()
-
-    def zero_grad(self) -> None:
-        """As one of the optimisers of a step: it has no gradients."""
-
-
-def accuracy(z: Tensor, y: Tensor) -> Tensor:
-    return (z.detach().argmax(1) == y).float().mean()
-
-
-def entropy(z: Tensor) -> Tensor:
-    """Of the predicted class, in nats: ln C for a guess among C."""
-    log_p = z.detach().log_softmax(1)
-    return -(log_p.exp() * log_p).sum(1).mean()
+        subnets = pair(model, split, self.bn_subnet, client.options.exact_shortcuts) if self.judge_subnets else {}
+        return {"personal": model, **subnets}

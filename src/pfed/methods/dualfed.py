@@ -7,34 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pfed import anatomy
-from pfed.anatomy import NONE, NORM, STATS, Part, names_under
+from pfed.anatomy import NONE, NORM, STATS, Part
 from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.errors import UserError
-from pfed.forward import Batch, View, features
+from pfed.forward import Batch, features
 from pfed.losses import supervised_contrastive
 from pfed.method import Aggregation, Method, step
 from pfed.models import twoheaded
-from pfed.models.twoheaded import Heads, OneHead, TwoHeaded, post, pre
+from pfed.models.twoheaded import ENCODER, GLOBAL_HEAD, PERSONAL_HEAD, PROJECTOR, heads_of, judged, post, pre
 from pfed.options import option
 from pfed.pool import Spec
 from pfed.registry import register
 from pfed.tensors import Tensors
 from pfed.wire import Payload, State
-
-
-@dataclass(frozen=True)
-class _Under:
-    module: str
-
-    def __call__(self, model: nn.Module) -> frozenset[str]:
-        return names_under(model, self.module)
-
-
-ENCODER = Part("encoder", _Under("encoder"))
-PROJECTOR = Part("projector", _Under("projector"))
-PERSONAL_HEAD = Part("personal head", _Under("heads.personal_head"))
-GLOBAL_HEAD = Part("global head", _Under("heads.global_head"))
 
 
 @register("dualfed")
@@ -92,8 +78,8 @@ class DualFed(Method):
         width, shape = head.in_features, (self.projector_depth, self.projector_hidden, self.projector_bn)
         projector = spec.add("projector", lambda: twoheaded.projector(width, *shape))
         general = spec.add("global_head", lambda: nn.Linear(width, head.out_features, head.bias is not None))
-        heads = Heads(head, general, self.global_head_position == "pre", self.ensemble == "probs")
-        return anatomy.set_head(TwoHeaded(base, projector, heads), "heads")
+        heads = twoheaded.Heads(head, general, self.global_head_position == "pre", self.ensemble == "probs")
+        return anatomy.set_head(twoheaded.TwoHeaded(base, projector, heads), "heads")
 
     def shared(self) -> Part:
         """What travels: the parts with that flag, but never BatchNorm's running statistics."""
@@ -120,7 +106,7 @@ class DualFed(Method):
             client.fit(model, lambda model, batch: self._both(client, model, batch))
         else:
             self._stages(client, model)
-        client.trained(_judged(model))
+        client.trained(judged(model))
         client.keep(model, ~self.shared())
         return {"shared": client.share(model, self.shared())}
 
@@ -148,7 +134,7 @@ class DualFed(Method):
 
     def _personal(self, client: Client, model: nn.Module, zu: Tensor, y: Tensor) -> Tensor:
         """L1 = CE(h_p(u), y) + λ L_con(u, y)."""
-        loss = F.cross_entropy(_heads(model).personal(zu), y)
+        loss = F.cross_entropy(heads_of(model).personal(zu), y)
         if not self.lam:
             return loss
         contrast = supervised_contrastive(post(zu), y, self.tau)
@@ -157,7 +143,7 @@ class DualFed(Method):
 
     def _global(self, model: nn.Module, zu: Tensor, y: Tensor) -> Tensor:
         """L2 = CE(h_s(z), y)."""
-        return F.cross_entropy(_heads(model).general(zu), y)
+        return F.cross_entropy(heads_of(model).general(zu), y)
 
     def _both(self, client: Client, model: nn.Module, batch: Batch) -> Tensor:
         zu = features(model, batch)
@@ -167,20 +153,8 @@ class DualFed(Method):
         return loss
 
     def predictor(self, client: Client, shared: Tensors) -> dict[str, nn.Module]:
-        return _judged(client.model(shared))
+        return judged(client.model(shared))
 
     def representations(self, model: nn.Module, x: Tensor) -> dict[str, Tensor]:
         zu = features(model, x)
         return {"pre": pre(zu), "post": post(zu)}
-
-
-def _heads(model: nn.Module) -> Heads:
-    heads = model.heads
-    assert isinstance(heads, Heads)
-    return heads
-
-
-def _judged(model: nn.Module) -> dict[str, nn.Module]:
-    """Both heads together, which is the personal model, and each alone."""
-    alone = {f"{name}-head": View(model, OneHead(_heads(model), name == "personal")) for name in ("personal", "global")}
-    return {"personal": model, **alone}

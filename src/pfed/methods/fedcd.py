@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,16 +10,17 @@ from torch import Tensor, nn
 from pfed import anatomy, simplex, streams
 from pfed.anatomy import ALL
 from pfed.client import Client, Loss
+from pfed.codistillation import combine, predict, public_images, public_labels, replicated, shared_batch, shared_batches
 from pfed.cohort import Cohort
 from pfed.config import RunOptions
-from pfed.data.base import Federation, Samples
+from pfed.data.base import Federation
 from pfed.errors import UserError
 from pfed.forward import Batch, quiet
 from pfed.losses import kl
 from pfed.method import Method, Reduction, Replies, step
+from pfed.metrics import correct
 from pfed.options import option
 from pfed.registry import register
-from pfed.tensors import Mean
 from pfed.wire import Payload, State
 
 
@@ -71,7 +70,7 @@ class FedCD(Method):
         public = 0 if federation.public is None else len(federation.public)
         if public < self.batch:
             raise UserError(f"FedCD.batch must be <= the number of public samples ({public}). Got {self.batch}.")
-        if self.common == "shared_batch" and not _replicated(federation):
+        if self.common == "shared_batch" and not replicated(federation):
             raise UserError(
                 "FedCD.common 'shared_batch' needs the same training data at every client: partition replicated."
             )
@@ -132,18 +131,8 @@ class FedCD(Method):
         order = (teacher, student) if self.kl_direction == "teacher_student" else (student, teacher)
         return self.tau**2 * kl(*order, self.tau)
 
-    def _ids(self, side: Client | Cohort, round: int) -> Tensor:
-        """The common images of a round, known to both sides: without replacement in an epoch, the tail left out."""
-        total = len(_public(side))
-        parts = []
-        for number in range((round - 1) * self.common_batches, round * self.common_batches):
-            epoch, place = divmod(number, total // self.batch)
-            order = side.common_rng("common_batch", epoch).permutation(total)
-            parts.append(order[place * self.batch : (place + 1) * self.batch])
-        return torch.from_numpy(np.concatenate(parts))
-
     def _images(self, client: Client, round: int) -> Tensor:
-        return _public(client).take(self._ids(client, round))[0]
+        return public_images(client, round, self.common_batches, self.batch)
 
     def _gamma(self, cohort: Cohort, replies: Replies) -> dict[int, float]:
         """Each client's weight in the teacher; one that could not train has none, unless nobody could."""
@@ -152,14 +141,13 @@ class FedCD(Method):
         if self.common == "public_unlabelled":
             gamma = dict.fromkeys(ids, 1 / len(ids))
         else:
-            labels = _public(cohort).labels[self._ids(cohort, cohort.round)]
+            labels = public_labels(cohort, cohort.round, self.common_batches, self.batch)
             found = simplex.weigh(torch.stack([logits[client] for client in ids]), labels, self.ensemble)
             gamma = dict(zip(ids, found.gamma.tolist(), strict=True))
-            right = {client: _accuracy(own, labels) for client, own in logits.items()}
-            teacher = _accuracy(combine(gamma, replies), labels)
-            cohort.log(teacher_accuracy=teacher, teacher_loss=found.loss, duality_gap=found.gap)
-            for client in right:
-                cohort.log(client, common_accuracy=right[client])
+            right = correct(combine(gamma, replies), labels).double().mean()
+            cohort.log(teacher_accuracy=float(right), teacher_loss=found.loss, duality_gap=found.gap)
+            for client, own in logits.items():
+                cohort.log(client, common_accuracy=float(correct(own, labels).double().mean()))
         for client in logits:
             cohort.log(client, gamma=gamma.get(client, 0.0))
         return gamma
@@ -176,17 +164,17 @@ class FedCD(Method):
 
     @step
     def judge(self, client: Client) -> Payload:
-        steps = self.local_steps or client.local.epochs * _batches(client)
+        steps = self.local_steps or client.local.epochs * shared_batches(client)
         logits = predict(client.model(), self._images(client, client.round))
-        return {"logits": logits, "steps": steps if _batches(client) else 0}
+        return {"logits": logits, "steps": steps if shared_batches(client) else 0}
 
     @step
     def look(self, client: Client, number: int) -> Payload:
-        return {"logits": predict(client.model(), _shared(client, number).x)}
+        return {"logits": predict(client.model(), shared_batch(client, number).x)}
 
     @step
     def learn(self, client: Client, number: int, teacher: Tensor | None) -> None:
-        model, batch = client.model(), _shared(client, number)
+        model, batch = client.model(), shared_batch(client, number)
         sgd = client.sgd(anatomy.trainable(model))
         with streams.torch_scope(client.options.seed, "dropout", client.id, client.round, f"shared/{number}"):
             logits = model(batch)
@@ -201,57 +189,3 @@ class FedCD(Method):
         if client.keeps_optimizer and sgd.buffers:
             client.state["momentum"] = {"train": sgd.buffers}
         client.samples += len(batch.index)
-
-
-def combine(gamma: Mapping[int, float], replies: Replies) -> Tensor:
-    """Σ_j γ_j z_j; where some did not answer, over the others with weights in the same proportions."""
-    there = {client: gamma.get(client, 0.0) for client in replies}
-    fold = Mean()
-    for client, weight in there.items():
-        fold.add(replies[client]["logits"], weight if any(there.values()) else 1.0)  # type: ignore[arg-type]
-    return fold.value()  # type: ignore[return-value]
-
-
-@torch.no_grad()
-def predict(model: nn.Module, x: Tensor) -> Tensor:
-    """The model's logits in eval mode."""
-    out: Tensor = model.eval()(x)
-    return out
-
-
-def _public(side: Client | Cohort) -> Samples:
-    assert side.public is not None  # the run was checked for it
-    return side.public
-
-
-def _accuracy(logits: Tensor, labels: Tensor) -> float:
-    return float((logits.argmax(1) == labels).double().mean())
-
-
-def _replicated(federation: Federation) -> bool:
-    first, *others = [client.train for client in federation.clients]
-    return all(
-        torch.equal(first.rows, other.rows)
-        and (first.x is other.x or torch.equal(first.x, other.x))
-        and (first.y is other.y or torch.equal(first.y, other.y))
-        for other in others
-    )
-
-
-def _batches(client: Client) -> int:
-    """Common training batches in an epoch; a single sample left over makes none."""
-    whole, rest = divmod(client.n, client.local.batch_size)
-    return whole + (rest > 1)
-
-
-def _shared(client: Client, number: int) -> Batch:
-    """The training batch that all clients take in this step, changed at random in the same way."""
-    size = client.local.batch_size
-    epoch, place = divmod(number, _batches(client))
-    order = client.common_rng("shared_batch", client.round, epoch).permutation(client.n)
-    index = torch.from_numpy(order[place * size : (place + 1) * size])
-    x, y = client.data.train.take(index)
-    augment = client.task.augment(client.options.augment)
-    if augment is not None:
-        x = augment(x, client.common_rng("shared_augmentation", client.round, number))
-    return Batch(x, y, index, number, epoch)

@@ -7,6 +7,14 @@ import math
 import torch
 from torch import Tensor, nn
 
+from pfed.anatomy import under
+from pfed.forward import View
+
+ENCODER = under("encoder", "encoder")
+PROJECTOR = under("projector", "projector")
+PERSONAL_HEAD = under("heads.personal_head", "personal head")
+GLOBAL_HEAD = under("heads.global_head", "global head")
+
 
 def projector(width: int, depth: int, hidden: int, bn: bool) -> nn.Module:
     """`depth` linear layers from z to a u of the same width, each with BatchNorm, all but the last with ReLU before it.
@@ -85,3 +93,17 @@ class OneHead(nn.Module):
 
     def forward(self, zu: Tensor) -> Tensor:
         return self.heads.personal(zu) if self.only_personal else self.heads.general(zu)
+
+
+def heads_of(model: nn.Module) -> Heads:
+    """Both heads of such a model."""
+    heads = model.heads
+    assert isinstance(heads, Heads)
+    return heads
+
+
+def judged(model: nn.Module) -> dict[str, nn.Module]:
+    """Both heads together, which is the personal model, and each alone."""
+    heads = heads_of(model)
+    alone = {f"{name}-head": View(model, OneHead(heads, name == "personal")) for name in ("personal", "global")}
+    return {"personal": model, **alone}
