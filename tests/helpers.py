@@ -122,9 +122,9 @@ def run(method: str | Method, data: Federation, model: Any = mlp, **options: Any
     return Run(result, wire.copy_tree(session.server), wire.copy_tree(states), personal, watched[0].messages)
 
 
-def initial(model: Callable[[], nn.Module] = mlp, seed: int = 0) -> Tensors:
+def initial(model: Callable[[], nn.Module] = mlp, seed: int = 0, shape: tuple[int, ...] = (4,)) -> Tensors:
     """The tensors with which a run of this model and seed begins."""
-    return anatomy.snapshot(Spec(model, classes=3, shape=(4,), seed=seed).base())
+    return anatomy.snapshot(Spec(model, classes=3, shape=shape, seed=seed).base())
 
 
 def differences(a: object, b: object, path: str = "") -> Iterator[str]:

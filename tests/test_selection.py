@@ -29,10 +29,10 @@ LOCAL = {"lr": 0.2, "batch_size": 4, "epochs": 2, "momentum": 0.9, "nesterov": T
 KINDS: list[selection.Parameter] = ["logits", "projected"]
 
 
-def client(make: Any = Residual, id: int = 1) -> Client:
+def client(make: Any = Residual, id: int = 1, shape: tuple[int, ...] = (4,)) -> Client:
     """A client of a run of this model, in its first round."""
     model = make()
-    model.load_state_dict(initial(make))
+    model.load_state_dict(initial(make, shape=shape))
     experiment = Experiment("partialfed-adaptive", DATA, model, local=LOCAL)
     return Runner(experiment.method, DATA, Pool([model]), experiment.options, task("classification")).client(id, 1, {})
 
@@ -220,7 +220,7 @@ def test_a_strategy_step_by_hand() -> None:
     gradient by theta[i, 1] at tau = 5 is (c_i1 - c_i0) / 4 / 5, and SGD with rate 1 moves theta by minus that.
     """
     own, shared = (1.0, 0.0, math.log(3)), (2.0, 1.0, 0.0)
-    owner = client(TwoLayers)
+    owner = client(TwoLayers, shape=(1,))
     copies = owner.model(_two(own)), owner.model(_two(shared))
     both = Pair(owner, copies, loading.cut(copies[0], "block"))
     one = Batch(torch.tensor([[1.0]]), torch.tensor([0]), torch.tensor([0]))
