@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pfed import Experiment
 from pfed.config import SplitOptions
-from pfed.data.base import ClientData, Dataset, Federation, Samples
+from pfed.data.base import ClientData, Dataset, Federation, Samples, pooled
 from pfed.data.federate import describe, federate
 from pfed.data.shift import label_permutations, shift_images
 from pfed.errors import UserError
@@ -166,6 +166,11 @@ class TestPartitions:
         assert not same(split(data), split(data, partition="iid"))
         other = replace(data, domains=False)  # such as writers
         assert same(split(other), split(data, partition="iid"))
+
+    def test_central_training_has_each_sample_once(self):
+        copies, divided = (pooled(split(partition=kind)) for kind in ("replicated", "iid"))
+        assert copies.train.rows.tolist() == sorted(divided.train.rows.tolist())
+        assert copies.test.rows.tolist() == sorted(divided.test.rows.tolist())
 
     def test_replicated_gives_every_client_all_samples_and_the_same_validation_set(self):
         fed = split(dataset(official=True), partition="replicated", clients=3, validation=0.2)

@@ -109,12 +109,17 @@ class Federation:
 
 
 def pooled(federation: Federation) -> ClientData:
-    """All clients' data as one client's: for central training in a simulation."""
+    """All clients' data as one client's, what several of them hold only once: for central training in a simulation."""
     return ClientData(
         "all clients",
-        union([client.train for client in federation.clients]),
-        union([client.test for client in federation.clients]),
+        _distinct(union([client.train for client in federation.clients])),
+        _distinct(union([client.test for client in federation.clients])),
     )
+
+
+def _distinct(samples: Samples) -> Samples:
+    rows = samples.rows.unique()
+    return samples if len(rows) == len(samples) else replace(samples, rows=rows)
 
 
 def union(parts: Sequence[Samples]) -> Samples:
