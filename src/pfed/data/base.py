@@ -118,7 +118,7 @@ def pooled(federation: Federation) -> ClientData:
 
 
 def _distinct(samples: Samples) -> Samples:
-    rows = samples.rows.unique()
+    rows: Tensor = samples.rows.unique()  # type: ignore[no-untyped-call]
     return samples if len(rows) == len(samples) else replace(samples, rows=rows)
 
 
