@@ -95,7 +95,7 @@ MISTAKES = {
     "run fedavg --local.momentum 1": "local.momentum must be < 1. Got 1.0.",
     "run fedavg --seed -1": "run.seed must be >= 0. Got -1.",
     "run fedavg --bn locl": "run.bn must be 'share' or 'local-stats' or 'local-all'. Got 'locl'.",
-    "run fedavg --engine ray2": "run.engine must be 'serial' or 'debug'. Got 'ray2'.",
+    "run fedavg --engine ray2": "run.engine must be 'serial' or 'processes' or 'debug'. Got 'ray2'.",
     "run fedavg --exact-shortcuts maybe": "run.exact_shortcuts must be true or false. Got 'maybe'.",
     "run fedprox --set mu=-0.1": "FedProx.mu must be >= 0. Got -0.1.",
     "run fedprox --set mu=much": "FedProx.mu must be a number. Got 'much'.",

@@ -130,8 +130,8 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_sees_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Round, accuracy, samples per second, bytes and time left; gone at the end, and never on stdout."""
-    every_time = functools.partial(progress.tqdm, mininterval=0, miniters=1)  # else a fast round may not be shown
-    monkeypatch.setattr(progress, "tqdm", every_time)
+    every_time = functools.partial(progress._Bar, mininterval=0, miniters=1)  # else a fast round may not be shown
+    monkeypatch.setattr(progress, "_Bar", every_time)
     screen = Terminal()
     done = pfed("run", "fedavg", *SMALL, "--runs", tmp_path, "--json", err=screen)
     assert done.code == 0
@@ -347,7 +347,7 @@ def test_runs_lists_the_newest_first(runs: Path) -> None:
     assert [row["run"] for row in found] == ["local-digits-s0-1", "fedavg-digits-s0-1", "fedrep-digits-s0-1"]
     assert all((row["state"], row["round"], row["rounds"]) == ("complete", 2, 2) for row in found)
     lines = good("runs", "--runs", runs).out.splitlines()
-    assert lines[0].split() == ["run", "state", "round", "size"]
+    assert lines[0].split() == ["run", "state", "round", "age", "size"]
     assert [line.split()[0] for line in lines[2:]] == [row["run"] for row in found]
     assert all("complete" in line and "2/2" in line for line in lines[2:])
 
@@ -458,6 +458,8 @@ RUN = {
         "--seed",
         "--select",
         "--set",
+        "--state-memory",
+        "--workers",
     ),
     *("--slowdown", "--stragglers", "--task", "--local.batch-size", "--local.epochs", "--local.lr", "--local.momentum"),
     *("--local.nesterov", "--local.schedule", "--local.weight-decay"),
@@ -465,7 +467,7 @@ RUN = {
 COMMANDS = {
     "run": COMMON | SPLIT | RUN,
     "compare": COMMON | SPLIT | RUN | {"--seeds", "--report"},
-    "resume": COMMON,
+    "resume": COMMON | {"--rounds"},
     "runs": COMMON,
     "methods": COMMON,
     "data": COMMON | SPLIT | {"--force", "--out", "--seed"},

@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from pfed.record import Record
 from pfed.result import Result
 from pfed.runner import Runner
 from pfed.session import Session
+from pfed.states import ClientStates
 
 SMALL: dict[str, Any] = {"model": "mlp", "clients": 4, "rounds": 4, "fraction": 0.75, "checkpoint_every": 3}
 FEW = 120  # digits: what is tested here does not depend on their number
@@ -49,7 +51,8 @@ class Done:
 def pfed(*argv: object) -> Done:
     """A command in this process."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        warnings.simplefilter("default")
         code = cli.main([str(word) for word in argv])
     return Done(code, out.getvalue(), err.getvalue())
 
@@ -79,7 +82,9 @@ def outcome(folder: Path) -> dict[str, Any]:
     """All that a stop must not change: every number of every round, and the final states of server and clients."""
     result = Result.load(folder)
     final = decoded(checkpoints(folder)[-1])
-    segments = {name: decoded(folder / name) for name in set(final["segments"].values())}
+    states = ClientStates(folder)
+    states.restore(final["clients"])
+    versions = {client: version for client, version, *_ in final["clients"].tolist()}
     return {
         "state": result.state,
         "rounds": [{key: value for key, value in row.items() if key != "seconds"} for row in result.rounds],
@@ -92,9 +97,9 @@ def outcome(folder: Path) -> dict[str, Any]:
         "failures": [event for event in result.events if event["kind"] in ("dropped", "late", "note")],
         "round": final["round"],
         "calls": final["calls"],
-        "versions": final["versions"],
+        "versions": versions,
         "server": plain(final["server"]),
-        "clients": {c: plain(segments[name][c]) for c, name in sorted(final["segments"].items())},
+        "clients": {client: plain(states.load(client, version)) for client, version in versions.items()},
     }
 
 
@@ -273,12 +278,11 @@ def test_stopped_again_and_again(tmp_path: Path, ditto_straight: dict[str, Any])
 
 
 @pytest.mark.usefixtures("few_digits")
-@pytest.mark.parametrize("which", ["states-000002", "checkpoint-000002"])
-def test_a_stop_while_a_checkpoint_is_written(tmp_path: Path, ditto_straight: dict[str, Any], which: str) -> None:
+def test_a_stop_while_a_checkpoint_is_written(tmp_path: Path, ditto_straight: dict[str, Any]) -> None:
     replace, seen = os.replace, []
 
     def stop_once(source: Any, target: Any) -> None:
-        if Path(target).name == which and not seen:
+        if Path(target).name == "checkpoint-000002" and not seen:
             seen.append(target)
             raise KeyboardInterrupt
         replace(source, target)
@@ -309,9 +313,12 @@ def test_the_command_line_stops_with_130(tmp_path: Path, ditto_straight: dict[st
     assert_same(outcome(tmp_path / row["run"]), ditto_straight)
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, where: str = "middle") -> None:
+    """Turn a bit in the middle, of the last byte, or of many."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    places = {"middle": [len(data) // 2], "end": [-1], "everywhere": range(0, len(data), 500)}
+    for place in places[where]:
+        data[place] ^= 1
     path.write_bytes(data)
 
 
@@ -319,27 +326,30 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harmed", "start"),
     [
-        (["checkpoint-000003"], 3),
-        (["states-000003"], 3),
-        (["checkpoint-000002", "checkpoint-000003"], 0),
-        (["states-000002", "states-000003"], 0),
-        (["checkpoint-000003", "states-000002"], 0),
+        ({"checkpoint-000003": "middle"}, 3),
+        ({"checkpoint-000002": "middle", "checkpoint-000003": "end"}, 0),
+        ({"states-000001": "end"}, 3),
+        ({"states-000001": "everywhere"}, 0),
+        ({"checkpoint-000003": "middle", "states-000001": "everywhere"}, 0),
     ],
-    ids=["newest", "newest segment", "both", "both segments", "one of each"],
+    ids=["newest", "both", "newest state", "states", "one of each"],
 )
 def test_damage_costs_rounds_and_nothing_else(
-    tmp_path: Path, ditto_straight: dict[str, Any], harmed: list[str], start: int
+    tmp_path: Path, ditto_straight: dict[str, Any], harmed: dict[str, str], start: int
 ) -> None:
     """The run goes on from the one before, or from the beginning; the record tells, and the result is the same."""
     folder = stopped_run(ditto(), tmp_path, second_client_of(4))
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-000002", "checkpoint-000003"]
-    for name in harmed:
-        flip(folder / name)
+    for name, where in harmed.items():
+        flip(folder / name, where)
     with rounds_run() as rounds:
         done = resume(folder)
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0
     assert rounds == list(range(start, 6))
     noted = {3} if start else {2, 3}
+    told = [f"the checkpoint of round {round} is damaged" for round in sorted(noted, reverse=True)]
+    assert len(done.err.splitlines()) == len(told)
+    assert all(text in line for text, line in zip(told, done.err.splitlines(), strict=True))
     assert {round for round, kind in events(folder) if kind == "damaged checkpoint"} == noted
     assert_same(outcome(folder), ditto_straight)
 
@@ -350,7 +360,7 @@ def test_rounds_to_be_run_again_are_out_of_the_record(tmp_path: Path) -> None:
     folder = stopped_run(ditto(), tmp_path, second_client_of(4))
     for path in checkpoints(folder):
         flip(path)
-    with interruption(second_client_of(2)), pytest.raises(KeyboardInterrupt):
+    with interruption(second_client_of(2)), pytest.raises(KeyboardInterrupt), pytest.warns(match="begins anew"):
         ditto().resume(folder)
     result = Result.load(folder)
     assert [row["round"] for row in result.rounds] == [0, 1]
@@ -381,7 +391,8 @@ def test_personal_models_of_a_complete_run_are_the_final_ones(tmp_path: Path) ->
     expected = plain(dict(first.model(0).state_dict()))
     flip(checkpoints(folder)[-1])
     again = ditto()
-    again.resume(folder)
+    with pytest.warns(match="the one before is used"):
+        again.resume(folder)
     assert plain(dict(again.model(0).state_dict())) == expected
 
 
@@ -395,12 +406,13 @@ def test_a_stop_without_a_folder_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.usefixtures("few_digits")
 def test_two_checkpoints_and_only_named_segments_stay(tmp_path: Path) -> None:
-    """With one client of four a round, segments of several rounds are in use, and no other file is there."""
+    """With one client of four a round, and no other file is there."""
     folder = tmp_path / Experiment("fedrep", **{**SMALL, "fraction": 0.25, "checkpoint_every": 1}).run(tmp_path).run
     kept = checkpoints(folder)
     assert [path.name for path in kept] == ["checkpoint-000003", "checkpoint-000004"]
-    named = {name for path in kept for name in decoded(path)["segments"].values()}
-    assert {path.name for path in folder.iterdir()} == {path.name for path in kept} | named | {"lock", "record.sqlite"}
+    named = {f"states-{row[2]:06d}" for path in kept for row in decoded(path)["clients"].tolist() if row[2]}
+    files = {"lock", "record.sqlite", "journal", *(path.name for path in kept), *named}
+    assert {path.name for path in folder.iterdir()} == files
 
 
 def full_disk(*_: Any) -> None:

@@ -1,11 +1,11 @@
-"""Where runs live: checkpoints that are whole or not there, segments of client states, locks and the record."""
+"""Where runs live: checkpoints that are whole or not there, the states that they name, locks and lists."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import sqlite3
+import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from pfed import store
+from pfed import states, store
 from pfed.cohort import Ledger
-from pfed.engines.base import POOLED, Failure
 from pfed.errors import RunError, UserError
-from pfed.evaluate import Evaluation
-from pfed.record import SCHEMA, Record
-from pfed.store import Checkpoint, ClientStates, Store
+from pfed.record import Record
+from pfed.store import Checkpoint, Store
 from pfed.tensors import Tensors
 
 CHECKPOINTS, SEGMENTS = "checkpoint-*", "states-*"
@@ -49,6 +47,7 @@ def advance(opened: Store, round: int, *clients: int, versions: dict[int, int] |
     for client in clients:
         opened.states.save(client, round, {"kept": Tensors(w=torch.full((3,), 100.0 * client + round))})
         versions[client] = round
+    opened.retain(versions)
     server = {"params": Tensors(w=torch.full((2,), float(round))), "n": round}
     opened.save(Checkpoint(round, 10 * round, server, versions))
     return versions
@@ -56,7 +55,8 @@ def advance(opened: Store, round: int, *clients: int, versions: dict[int, int] |
 
 def restored(folder: Path) -> tuple[int, dict[int, float]] | None:
     """The round of the newest whole checkpoint and a number from each client's state in it."""
-    with closing(Store(folder)) as opened:
+    with closing(Store(folder)) as opened, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         found = opened.restore()
         if found is None:
             return None
@@ -100,15 +100,16 @@ def test_only_two_checkpoints_are_kept(folder: Path, opened: Store) -> None:
     for round in range(1, 6):
         advance(opened, round, 0)
     assert names(folder, CHECKPOINTS) == ["checkpoint-000004", "checkpoint-000005"]
-    assert names(folder, SEGMENTS) == ["states-000004", "states-000005"]
+    assert names(folder, SEGMENTS) == ["states-000001"]
 
 
 def test_a_state_that_does_not_change_is_written_once(folder: Path, opened: Store) -> None:
-    """Client 9 trains in round 1 only: its segment stays as long as a checkpoint names it."""
+    """Client 9 trains in round 1 only."""
     versions = advance(opened, 1, 0, 9)
+    one = (folder / "states-000001").stat().st_size // 2
     for round in range(2, 6):
         versions = advance(opened, round, 0, versions=versions)
-    assert names(folder, SEGMENTS) == ["states-000001", "states-000004", "states-000005"]
+    assert (folder / "states-000001").stat().st_size == 6 * one
     opened.close()
     assert restored(folder) == (5, {0: 5.0, 9: 901.0})
 
@@ -118,17 +119,47 @@ def test_segments_that_no_checkpoint_names_are_deleted(folder: Path, opened: Sto
     versions = advance(opened, 1, 0)
     (folder / "states-000077").write_bytes(b"of a round that never got its checkpoint")
     advance(opened, 2, 0, versions=versions)
-    assert names(folder, SEGMENTS) == ["states-000001", "states-000002"]
+    assert names(folder, SEGMENTS) == ["states-000001"]
 
 
 def test_a_restored_store_writes_only_what_changes(folder: Path, opened: Store) -> None:
+    """To a file of its own: nothing is ever written behind what another process may have left half done."""
     versions = advance(opened, 1, 0, 1)
     opened.close()
+    one = (folder / "states-000001").stat().st_size // 2
     with closing(Store(folder)) as again:
         assert again.restore() is not None
         advance(again, 2, 1, versions=versions)
-        assert store._read(folder / "states-000002").keys() == {1}
+    assert (folder / "states-000002").stat().st_size == one
     assert restored(folder) == (2, {0: 1.0, 1: 102.0})
+
+
+def test_files_are_kept_as_long_as_a_kept_checkpoint_names_them(
+    folder: Path, opened: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is needed moves to a new file; the old one stays until the second checkpoint after that."""
+    monkeypatch.setattr(states, "FLOOR", 0)
+    versions, seen = {}, []
+    for round in range(1, 9):
+        versions = advance(opened, round, 0, 1, versions=versions)
+        seen.append(names(folder, SEGMENTS))
+        assert restored_copy(folder) == (round, {0: float(round), 1: 100.0 + round})
+        assert restored_copy(folder, without=f"checkpoint-{round:06d}") in (
+            None if round == 1 else (round - 1, {0: round - 1.0, 1: 99.0 + round}),
+        )
+    assert max(map(len, seen)) <= 3
+    assert seen[-1] != seen[0]
+
+
+def restored_copy(folder: Path, without: str = "") -> Any:
+    """What a process would find that came after this moment, perhaps without the newest checkpoint."""
+    copy = folder.parent / "copy"
+    shutil.copytree(folder, copy)
+    (copy / without).unlink() if without else None
+    try:
+        return restored(copy)
+    finally:
+        shutil.rmtree(copy)
 
 
 @pytest.mark.parametrize("at", [0, 31, 32, 200, -1], ids=["checksum", "its end", "header", "middle", "last byte"])
@@ -146,21 +177,35 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: Path, opened: 
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "gone"])
-@pytest.mark.parametrize("file", ["checkpoint-000002", "states-000002"])
-def test_every_harm_to_every_file_is_noticed(folder: Path, opened: Store, file: str, harm: str) -> None:
+def test_every_harm_to_a_checkpoint_is_noticed(folder: Path, opened: Store, harm: str) -> None:
     versions = advance(opened, 1, 0)
     advance(opened, 2, 0, versions=versions)
     opened.close()
-    path = folder / file
+    spoil(folder / "checkpoint-000002", harm)
+    assert restored(folder) == (1, {0: 1.0})
+    assert [round for round, _ in damaged_events(folder)] == ([] if harm == "gone" else [2])
+
+
+def spoil(path: Path, harm: str) -> None:
     if harm == "flip":
         flip(path, 100)
     elif harm == "gone":
         path.unlink()
     else:
-        path.write_bytes(path.read_bytes()[: 50 if harm == "cut" else 0])
+        path.write_bytes(path.read_bytes()[: -1 if harm == "cut" else 0])
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "gone"])
+def test_every_harm_to_a_state_is_noticed(folder: Path, opened: Store, harm: str) -> None:
+    """The state of round 2 lies behind that of round 1, in another file where the run was resumed in between."""
+    versions = advance(opened, 1, 0)
+    opened.close()
+    with closing(Store(folder)) as again:
+        again.restore()
+        advance(again, 2, 0, versions=versions)
+    spoil(folder / "states-000002", harm)
     assert restored(folder) == (1, {0: 1.0})
-    noted = [round for round, _ in damaged_events(folder)]
-    assert noted == ([] if (file, harm) == ("checkpoint-000002", "gone") else [2])
+    assert [round for round, _ in damaged_events(folder)] == [2]
 
 
 def test_two_damaged_checkpoints_leave_the_beginning(folder: Path, opened: Store) -> None:
@@ -178,8 +223,14 @@ def test_a_damaged_shared_segment_spoils_both_checkpoints(folder: Path, opened: 
     versions = advance(opened, 1, 0, 9)
     advance(opened, 2, 0, versions=versions)
     opened.close()
-    flip(folder / "states-000001")
-    assert restored(folder) is None
+    flip(folder / "states-000001", 150)
+    flip(folder / "states-000001", 450)
+    with closing(Store(folder)) as again, pytest.warns(UserWarning, match="is damaged") as said:
+        assert again.restore() is None
+    assert [str(warning.message).partition(");")[2] for warning in said] == [
+        " the one before is used.",
+        " the run begins anew.",
+    ]
 
 
 def test_the_way_on_after_damage_overwrites_what_was_damaged(folder: Path, opened: Store) -> None:
@@ -187,9 +238,10 @@ def test_the_way_on_after_damage_overwrites_what_was_damaged(folder: Path, opene
     versions = advance(opened, 1, 0, 1)
     advance(opened, 2, 0, versions=versions)
     opened.close()
-    flip(folder / "states-000002")
+    flip(folder / "states-000001")
     with closing(Store(folder)) as again:
-        back = again.restore()
+        with pytest.warns(UserWarning, match="the checkpoint of round 2 is damaged .* the one before is used"):
+            back = again.restore()
         assert back is not None
         advance(again, 2, 0, versions=back.versions)
     assert restored(folder) == (2, {0: 2.0, 1: 101.0})
@@ -264,21 +316,6 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
         assert opened.run == "unsaved"
         assert opened.restore() is None
     assert list(tmp_path.iterdir()) == []
-
-
-def test_versions_of_client_states() -> None:
-    """Version 0 is the empty state; what nobody names is forgotten."""
-    states = ClientStates()
-    states.save(4, 1, {"v": 1})
-    states.save(4, 2, {"v": 2})
-    states.save(5, 2, {"v": 3})
-    assert states.load(4, 0) == {}
-    assert states.load(4, 1) == {"v": 1}
-    states.retain({4: 2}, {5: 2})
-    assert states.load(4, 2) == {"v": 2}
-    assert states.load(5, 2) == {"v": 3}
-    with pytest.raises(KeyError):
-        states.load(4, 1)
 
 
 def test_one_process_at_a_time(folder: Path, opened: Store) -> None:
@@ -356,111 +393,3 @@ def test_a_run_that_died_at_birth_does_not_hide_the_others(tmp_path: Path) -> No
     assert rows["good-1"] == "complete"
     store.remove(tmp_path / "dead-1")
     assert {row["run"] for row in store.listing(tmp_path)} == {"good-1"}
-
-
-def evaluation(value: float) -> Evaluation:
-    return Evaluation(
-        clients={(0, "personal/local-test"): value, (1, "personal/local-test"): value / 2},
-        overall={"ensemble/new-test": value},
-        correct={(0, "personal/local-test"): torch.tensor([True, False, True])},
-    )
-
-
-def ledger(up: int) -> Ledger:
-    made = Ledger(up={0: up}, down={0: 2 * up, 1: up}, evaluation={1: 5}, participants={0, POOLED}, samples=7)
-    made.logs[0, "loss"] = 0.5
-    made.failures[1] = Failure("dropped", "did not answer (simulated)")
-    return made
-
-
-def contents(record: Record) -> dict[str, Any]:
-    tables = ("facts", "clients", "rounds", "traffic", "metrics", "logs", "samples")
-    rows = {table: sorted(record._db.execute(f"SELECT * FROM {table}").fetchall()) for table in tables}
-    return {**rows, "events": record.events()}
-
-
-def test_the_record_gives_back_what_was_written(tmp_path: Path) -> None:
-    with closing(Record(tmp_path / "record.sqlite")) as record:
-        record.set(state="running", config={"rounds": 2})
-        record.add_clients([(0, "Oslo", 5, 3, [2, 3]), (1, "Rome", 4, 2, [4, 0])])
-        record.add_round(1, 0.25, ledger(10), evaluation(0.5))
-        record.add_round(2, 0.5, ledger(20), evaluation(0.75))
-        assert record.get("config") == {"rounds": 2}
-        assert record.get("nothing", "else") == "else"
-        assert record.clients()[1] == {"client": 1, "name": "Rome", "train": 4, "test": 2, "counts": [4, 0]}
-        assert record.rounds()[0] == {
-            "round": 1,
-            "seconds": 0.25,
-            "simulated": 0.0,
-            "samples": 7,
-            "participants": 1,
-            "bytes_up": 10,
-            "bytes_down": 30,
-            "bytes_eval": 5,
-        }
-        assert record.series("personal/local-test") == [(1, {0: 0.5, 1: 0.25}), (2, {0: 0.75, 1: 0.375})]
-        assert record.series("ensemble/new-test") == [(1, {POOLED: 0.5}), (2, {POOLED: 0.75})]
-        assert record.metric_names() == ["ensemble/new-test", "personal/local-test"]
-        assert record.logs() == [(1, 0, "loss", 0.5), (2, 0, "loss", 0.5)]
-        assert record.correct("personal/local-test") == {0: b"\x01\x00\x01"}
-        assert record.traffic() == {0: (30, 60), 1: (0, 30)}
-        assert [(e["round"], e["client"], e["kind"]) for e in record.events()] == [(1, 1, "dropped"), (2, 1, "dropped")]
-
-
-def test_a_round_written_twice_is_there_once(tmp_path: Path) -> None:
-    """Rows are known by round, client and metric, so a round that is run again changes nothing."""
-    with closing(Record(tmp_path / "record.sqlite")) as record:
-        record.add_round(1, 0.25, ledger(10), evaluation(0.5))
-        before = contents(record)
-        record.add_round(1, 0.25, ledger(10), evaluation(0.5))
-        assert contents(record) == before
-
-
-def test_rounds_after_a_checkpoint_are_forgotten(tmp_path: Path) -> None:
-    with closing(Record(tmp_path / "record.sqlite")) as record:
-        for round in range(4):
-            record.add_round(round, 0.25, ledger(10), evaluation(0.5))
-        record.forget_after(1)
-        assert [row["round"] for row in record.rounds()] == [0, 1]
-        assert [round for round, _ in record.series("personal/local-test")] == [0, 1]
-        assert [round for round, *_ in record.logs()] == [0, 1]
-        assert record.traffic() == {0: (20, 40), 1: (0, 20)}
-        record.forget_after(-1)
-        assert record.rounds() == []
-
-
-def test_a_round_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    """The second part of a round fails: the first must not stay."""
-    with closing(Record(tmp_path / "record.sqlite")) as record:
-        before = contents(record)
-        bad = evaluation(0.5)
-        bad.clients[2, "personal/local-test"] = object()  # type: ignore[assignment]
-        with pytest.raises(sqlite3.Error):
-            record.add_round(1, 0.25, ledger(10), bad)
-        assert contents(record) == before
-
-
-def test_a_record_of_a_later_pfed_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "record.sqlite"
-    Record(path).close()
-    with closing(sqlite3.connect(path)) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA,)
-        db.execute(f"PRAGMA user_version = {SCHEMA + 1}")
-    for readonly in (True, False):
-        with pytest.raises(UserError, match=rf"has record version {SCHEMA + 1}, this pfed reads up to {SCHEMA}\.$"):
-            Record(path, readonly=readonly)
-
-
-def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "record.sqlite"
-    path.write_text(json.dumps({"not": "a database"}) * 100)
-    for readonly in (True, False):
-        with pytest.raises(RunError, match=r"record\.sqlite can't be opened: file is not a database\.$"):
-            Record(path, readonly=readonly)
-
-
-def test_reading_a_record_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "record.sqlite"
-    Record(path).close()
-    with closing(Record(path, readonly=True)) as record, pytest.raises(sqlite3.OperationalError, match="readonly"):
-        record.set(state="changed")

@@ -97,6 +97,7 @@ def _parser() -> Parser:
     _add_run_options(several)
     again = command("resume", "go on with a stopped run", _resume)
     again.add_argument("name", metavar="RUN")
+    again.add_argument("--rounds", metavar="N", help="more rounds than were planned")
     _add_common(again)
     listed = command("runs", "list runs; 'runs rm RUN…' deletes some", _runs)
     listed.add_argument("action", nargs="?", choices=["rm"], help="delete runs")
@@ -271,7 +272,10 @@ def _resume(arguments: argparse.Namespace) -> None:
     from pfed.result import Result
 
     folder = store.find(_runs_folder(arguments), arguments.name)
+    store.mend(folder)
     saved = Result.load(folder).config
+    if arguments.rounds is not None:
+        saved = {**saved, "rounds": options.parse(config.RunOptions, "rounds", arguments.rounds, "run")}
     if "own" in (saved.get("data", "own").split()[0], saved.get("model", "own").split()[0]):
         raise UserError(
             f"Run {folder.name!r} has data or a model from Python; go on with Experiment(…).resume(folder)."
@@ -281,7 +285,7 @@ def _resume(arguments: argparse.Namespace) -> None:
 
 def _runs(arguments: argparse.Namespace) -> None:
     from pfed import store
-    from pfed.tables import bytes_text, table
+    from pfed.tables import age_text, bytes_text, table
 
     runs = _runs_folder(arguments)
     if arguments.action == "rm":
@@ -295,9 +299,13 @@ def _runs(arguments: argparse.Namespace) -> None:
         _print_json(rows)
         return
     cells = [
-        [r["run"], r["state"], f"{min(r['round'], r['rounds'])}/{r['rounds']}", bytes_text(r["bytes"])] for r in rows
+        [
+            *(r["run"], r["state"], f"{min(r['round'], r['rounds'])}/{r['rounds']}"),
+            *(age_text(r["created"]), bytes_text(r["bytes"])),
+        ]
+        for r in rows
     ]
-    print(table(["run", "state", "round", "size"], cells, left=2) if rows else f"No runs in {runs}.")
+    print(table(["run", "state", "round", "age", "size"], cells, left=2) if rows else f"No runs in {runs}.")
 
 
 def _methods(arguments: argparse.Namespace) -> None:

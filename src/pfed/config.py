@@ -86,7 +86,11 @@ class RunOptions(SplitOptions):
     bn: Literal["share", "local-stats", "local-all"] = option(
         "share", "BatchNorm: travels, keeps its statistics at the client (SiloBN), or stays altogether (FedBN)"
     )
-    engine: Literal["serial", "debug"] = option("serial", "what runs the clients")
+    engine: Literal["serial", "processes", "debug"] = option(
+        "serial", "what runs the clients: one after another, in parallel (the same results), or to find mistakes"
+    )
+    workers: int | None = option(None, "processes of the engine `processes` [one per core]", ge=1)
+    state_memory: int = option(1024, "megabytes of client states in memory; the rest is on disk", ge=0)
     min_clients: int = option(1, "fewer answers than this stop the run", ge=1)
     dropout: float = option(0.0, "chance that a chosen client does not answer in a round", ge=0, lt=1)
     stragglers: float = option(0.0, "share of slow clients", ge=0, le=1)

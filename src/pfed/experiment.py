@@ -109,18 +109,25 @@ class Experiment:
         models = self._pool()
         folder = runs or os.environ.get("PFED_RUNS")
         stem = f"{self.method.label}-{Path(self.options.data).stem.replace(' ', '-')}-s{self.options.seed}"
-        with contextlib.closing(store.create(Path(folder), stem) if folder else Store(None)) as opened:
+        with contextlib.closing(
+            store.create(Path(folder), stem, self._cap) if folder else Store(None, self._cap)
+        ) as opened:
             return self._run(opened, models)
 
     def resume(self, folder: str | Path) -> Result:
-        """Go on from the last good checkpoint of a run of this experiment."""
+        """Go on from the last good checkpoint of a run of this experiment, which may have more rounds than planned."""
         folder = Path(folder)
         if not (folder / "record.sqlite").is_file():
             raise UserError(f"There is no run in {str(folder)!r}.")
         models = self._pool()
-        with contextlib.closing(Store(folder)) as opened:
+        with contextlib.closing(Store(folder, self._cap)) as opened:
             self._check_own(opened)
+            self._extend(opened)
             return self._run(opened, models)
+
+    @property
+    def _cap(self) -> int:
+        return self.options.state_memory * 10**6
 
     def _check_own(self, opened: Store) -> None:
         """Refuse to go on with a run of another method, seed or federation."""
@@ -130,6 +137,20 @@ class Experiment:
         for key, value in own.items():
             if record.get("created") and found[key] != value:
                 raise UserError(f"Run {opened.run!r} is another experiment's: its {key} is {found[key]}. Got {value}.")
+
+    def _extend(self, opened: Store) -> None:
+        """Make a run that was planned with another number of rounds this one, where that makes no difference."""
+        planned = opened.record.get("config", {}).get("rounds", self.options.rounds)
+        rounds, done = self.options.rounds, opened.record.last_round()
+        if rounds == planned:
+            return
+        what = f"{self.method.label} does" if self.method.fixed_rounds else "local.schedule says"
+        if self.method.fixed_rounds or self.options.local.schedule != "constant":
+            raise UserError(f"Run {opened.run!r} must have {planned} rounds: what {what} depends on it. Got {rounds}.")
+        if rounds < min(done, planned):
+            raise UserError(f"Run {opened.run!r} has done {min(done, planned)} rounds already. Got {rounds}.")
+        opened.rewind(planned)
+        opened.record.set(config=self.config(), state="stopped")
 
     def model(self, client: int) -> nn.Module:
         """The personal model of a client, as the run left it."""

@@ -102,6 +102,7 @@ class Method:
     needs: frozenset[str] = frozenset()  # of: public, validation, pooled, replies (individual ones, not only means)
     tasks: frozenset[str] = frozenset({"classification"})
     sends_all = False  # the whole model travels, so what a client keeps of it is no secret
+    fixed_rounds = False  # what it does depends on how many rounds there are in all
     keep_optimizer = False  # momentum survives between rounds unless the run says otherwise
     reduces_to: tuple[Reduction, ...] = ()  # identities, which the tests hold bit for bit
 

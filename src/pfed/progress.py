@@ -11,11 +11,15 @@ from pfed.cohort import Ledger
 from pfed.evaluate import Evaluation
 
 
+class _Bar(tqdm):  # type: ignore[misc]
+    monitor_interval = 0  # no thread of its own: processes are forked
+
+
 class Progress:
     """Round, accuracy, samples per second, bytes and time left."""
 
     def __init__(self, label: str, rounds: int):
-        self._bar: Any = tqdm(total=rounds, desc=label, unit="round", disable=None, leave=False, dynamic_ncols=True)
+        self._bar: Any = _Bar(total=rounds, desc=label, unit="round", disable=None, leave=False, dynamic_ncols=True)
         self._bytes = 0
         self._shown: dict[str, str] = {}
 

@@ -67,6 +67,7 @@ class Runner:
                         client.state["representation"] = represent(client, self.method, client.fitted)
         finally:
             self.pool.give_back()
+        wire.check_tree(client.state)
         wire.check_types(answer, f"The reply of {type(self.method).__name__}.{step}")
         weight = 0.0 if client.starved else float(client.n)
         return Reply(answer, weight, client.samples, client.records), client

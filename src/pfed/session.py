@@ -56,11 +56,12 @@ class Session:
                 self.store.record.add_round(t, seconds, self.exchange.ledger, evaluation)
                 versions = dict(self.exchange.versions)
                 self.done = Checkpoint(t, self.exchange.calls, wire.copy_tree(self.server), versions)
-                self.store.states.retain(versions)
+                self.store.retain(versions)
                 progress.round(t, seconds, self.exchange.ledger, evaluation)
                 if self._saves(t):
                     self._save()
         except BaseException:
+            self.exchange.engine.close()
             with contextlib.suppress(RunError):  # what stopped the run is the error that counts
                 if self.done.round > self._saved:
                     self._save()
@@ -104,7 +105,7 @@ class Session:
 
     def _saves(self, t: int) -> bool:
         every = self.options.checkpoint_every
-        return t == self.last or (t > 0 and every > 0 and t % every == 0)
+        return t in (self.options.rounds, self.last) or (t > 0 and every > 0 and t % every == 0)
 
     def _save(self) -> None:
         self.store.save(self.done)

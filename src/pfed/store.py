@@ -1,7 +1,7 @@
 """Where runs live: a folder each, with a record, checkpoints and the clients' states.
 
 A checkpoint is one file with a checksum, written beside its name and moved there, so that it is whole or not there.
-The two newest are kept; the states that a checkpoint names lie in segment files, each written once.
+The two newest are kept; it says where in the segment files the clients' states lie that belong to it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,32 @@ import fcntl
 import hashlib
 import os
 import shutil
+import sqlite3
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pfed import wire
+from pfed import states, wire
+from pfed.database import JOURNAL
 from pfed.errors import RunError, UserError, unknown
 from pfed.record import Record
+from pfed.states import CAP, ClientStates
 from pfed.wire import State
 
 KEPT = 2  # checkpoints
+RECORD = "record.sqlite"
+_LOCKS: set[int] = set()  # descriptors
+
+
+def _let_go() -> None:
+    """A forked process does not hold its parent's locks: the run is free when the parent is gone."""
+    for descriptor in _LOCKS:
+        os.close(descriptor)
+    _LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 @dataclass
@@ -33,33 +49,20 @@ class Checkpoint:
     versions: dict[int, int] = field(default_factory=dict)
 
 
-class ClientStates:
-    """The states of all clients, by client and version."""
-
-    def __init__(self) -> None:
-        self._states: dict[tuple[int, int], State] = {}
-
-    def load(self, client: int, version: int) -> State:
-        return self._states[client, version] if version else {}
-
-    def save(self, client: int, version: int, state: State) -> None:
-        self._states[client, version] = state
-
-    def retain(self, *kept: dict[int, int]) -> None:
-        """Forget every version that none of these names."""
-        named = {item for versions in kept for item in versions.items()}
-        self._states = {key: state for key, state in self._states.items() if key in named}
-
-
 class Store:
-    """One run's folder. Without a folder everything stays in memory and nothing can be resumed."""
+    """One run's folder. Without a folder nothing can be resumed."""
 
-    def __init__(self, folder: Path | None):
+    def __init__(self, folder: Path | None, cap: int = CAP):
+        """`cap` is how many bytes of client states are held in memory."""
         self.folder = folder
-        self.states = ClientStates()
-        self._segments: dict[int, tuple[int, str]] = {}  # client -> the version on disk and its segment
+        self.states = ClientStates(folder, cap)
+        self._named: dict[int, set[int]] = {}  # round of a kept checkpoint -> the segments that it names
         self._lock = _lock(folder) if folder else None
-        self.record = Record(folder / "record.sqlite" if folder else None)
+        try:
+            self.record = Record(folder / RECORD if folder else None)
+        except BaseException:
+            self._unlock()
+            raise
 
     @property
     def run(self) -> str:
@@ -67,32 +70,27 @@ class Store:
 
     def close(self) -> None:
         self.record.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
+            _LOCKS.discard(self._lock)
             os.close(self._lock)
             self._lock = None
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint: first the states that changed since the last one, then the checkpoint that names them."""
+        """Write a checkpoint: first the record and the states that changed, then the checkpoint that names them."""
         if self.folder is None:
             return
-        segment = f"states-{checkpoint.round:06d}"
-        changed = {
-            client: version
-            for client, version in checkpoint.versions.items()
-            if self._segments.get(client, (0, ""))[0] != version
-        }
-        segments = {**self._segments, **{client: (version, segment) for client, version in changed.items()}}
-        tree = {
-            "round": checkpoint.round,
-            "calls": checkpoint.calls,
-            "server": checkpoint.server,
-            "versions": checkpoint.versions,
-            "segments": {client: name for client, (_, name) in segments.items()},
-        }
         try:
-            if changed:
-                states = {client: self.states.load(client, version) for client, version in changed.items()}
-                _write(self.folder / segment, states)
+            self.record.flush()
+            self.states.flush(checkpoint.versions)
+            tree = {
+                "round": checkpoint.round,
+                "calls": checkpoint.calls,
+                "server": checkpoint.server,
+                "clients": self.states.index(checkpoint.versions),
+            }
             _write(self.folder / f"checkpoint-{checkpoint.round:06d}", tree)
         except OSError as error:
             last = max((number for number, _ in self._checkpoints()), default=None)
@@ -101,43 +99,53 @@ class Store:
                 f"The checkpoint of round {checkpoint.round} can't be written: {error.strerror or error}."
                 f" {good}; make room and go on with 'pfed resume {self.run}'."
             ) from error
-        self._segments = segments
+        self._named[checkpoint.round] = self.states.segments
         self._clean()
 
+    def retain(self, versions: dict[int, int]) -> None:
+        """Forget all client states but these versions and what the kept checkpoints name."""
+        self.states.retain(versions)
+        if self.folder is not None:
+            self._clean()
+
     def restore(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole; damaged ones are noted in the record and passed over."""
-        for number, path in reversed(self._checkpoints()):
+        """The newest checkpoint that is whole; damaged ones are told of and deleted."""
+        found = self._checkpoints()
+        for number, path in reversed(found):
             try:
                 tree = _read(path)
-                states = {name: _read(path.with_name(name)) for name in set(tree["segments"].values())}
+                self._named[number] = set(tree["clients"][:, 2].tolist()) - {0}
+                self.states.restore(tree["clients"])
             except (OSError, ValueError, KeyError) as error:
-                text = f"The checkpoint of round {number} is damaged ({error}); the one before is used."
+                then = "the run begins anew" if number == found[0][0] else "the one before is used"
+                text = f"The checkpoint of round {number} is damaged ({error}); {then}."
                 self.record.event(number, "damaged checkpoint", text)
+                warnings.warn(f"Run {self.run!r}: {text[0].lower()}{text[1:]}", stacklevel=2)
                 path.unlink(missing_ok=True)
+                self._named.pop(number, None)
                 continue
-            for client, version in tree["versions"].items():
-                self.states.save(client, version, states[tree["segments"][client]][client])
-            self._segments = {c: (v, tree["segments"][c]) for c, v in tree["versions"].items()}
-            return Checkpoint(tree["round"], tree["calls"], tree["server"], tree["versions"])
+            versions = {client: version for client, version, *_ in tree["clients"].tolist()}
+            return Checkpoint(tree["round"], tree["calls"], tree["server"], versions)
         return None
+
+    def rewind(self, round: int) -> None:
+        """Forget all checkpoints of later rounds."""
+        for number, path in self._checkpoints():
+            if number > round:
+                path.unlink()
 
     def _checkpoints(self) -> list[tuple[int, Path]]:
         found = [] if self.folder is None else self.folder.glob("checkpoint-??????")
         return sorted((int(path.name[-6:]), path) for path in found)
 
     def _clean(self) -> None:
-        """Keep the newest checkpoints and the segments that they name."""
-        checkpoints = self._checkpoints()
-        for _, path in checkpoints[:-KEPT]:
-            path.unlink()
-        named: set[str] = set()
-        for _, path in checkpoints[-KEPT:]:
-            with contextlib.suppress(OSError, ValueError):
-                named |= set(_read(path)["segments"].values())
+        """Keep the newest checkpoints, and the segments that they name or that are in use."""
         assert self.folder is not None
-        for path in self.folder.glob("states-??????"):
-            if path.name not in named:
-                path.unlink()
+        for number, path in self._checkpoints()[:-KEPT]:
+            path.unlink()
+            self._named.pop(number, None)
+        named = self.states.segments.union(*self._named.values())
+        self.states.discard(set(states.numbers(self.folder)) - named)
 
 
 def _write(path: Path, tree: State) -> None:
@@ -174,19 +182,22 @@ def _lock(folder: Path) -> int:
     except OSError:
         os.close(descriptor)
         raise UserError(f"Run {folder.name!r} is in use by another process.") from None
+    _LOCKS.add(descriptor)
     return descriptor
 
 
 def locked(folder: Path) -> bool:
     """Whether a process is working on this run now."""
     try:
-        os.close(_lock(folder))
+        descriptor = _lock(folder)
     except UserError:
         return True
+    _LOCKS.discard(descriptor)
+    os.close(descriptor)
     return False
 
 
-def create(runs: Path, stem: str) -> Store:
+def create(runs: Path, stem: str, cap: int = CAP) -> Store:
     """A new run folder under a free name: STEM-1, STEM-2, …"""
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -195,7 +206,7 @@ def create(runs: Path, stem: str) -> Store:
             folder = runs / f"{stem}-{number}"
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
-                return Store(folder)
+                return Store(folder, cap)
             number += 1
     except OSError as error:
         raise UserError(f"The runs folder {str(runs)!r} can't be written: {error.strerror}.") from error
@@ -204,7 +215,7 @@ def create(runs: Path, stem: str) -> Store:
 def find(runs: Path, run: str) -> Path:
     """The folder of a run by name, or by path."""
     path = Path(run)
-    if (path / "record.sqlite").is_file():
+    if (path / RECORD).is_file():
         return path
     known = [folder.name for folder in folders(runs)]
     if run not in known:
@@ -214,7 +225,12 @@ def find(runs: Path, run: str) -> Path:
 
 def folders(runs: Path) -> list[Path]:
     """All runs."""
-    return sorted(path.parent for path in runs.glob("*/record.sqlite"))
+    return sorted({path.parent for name in (RECORD, JOURNAL) for path in runs.glob(f"*/{name}")})
+
+
+def mend(folder: Path) -> None:
+    """Repair a run's record if it is damaged."""
+    Store(folder).close()
 
 
 def remove(folder: Path) -> None:
@@ -230,23 +246,24 @@ def listing(runs: Path) -> list[dict[str, Any]]:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What `pfed runs` shows of a run."""
-    record = Record(folder / "record.sqlite", readonly=True)
-    try:
-        state = record.get("state", "stopped")
-        rounds = [row["round"] for row in record.rounds()]
-        facts = {name: record.get(name) for name in ("method", "data", "seed", "created")}
-        planned = record.get("config", {}).get("rounds", 0)
-    finally:
-        record.close()
-    if state == "running" and not locked(folder):
-        state = "stopped"
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    return {
+    """What `pfed runs` shows of a run; one whose record can't be read is damaged."""
+    found: dict[str, Any] = {
         "run": folder.name,
-        **facts,
-        "state": state,
-        "round": max(rounds, default=0),
-        "rounds": planned,
-        "bytes": size,
+        "method": None,
+        "data": None,
+        "seed": None,
+        "created": None,
+        "state": "damaged",
     }
+    found |= {"round": 0, "rounds": 0, "bytes": 0}
+    try:
+        with contextlib.closing(Record(folder / RECORD, readonly=True)) as record:
+            found |= {name: record.get(name) for name in ("method", "data", "seed", "created")}
+            found |= {"round": record.last_round(), "rounds": record.get("config", {}).get("rounds", 0)}
+            found["state"] = record.get("state", "stopped")
+    except (RunError, sqlite3.DatabaseError):
+        pass
+    if found["state"] == "running" and not locked(folder):
+        found["state"] = "stopped"
+    found["bytes"] = sum(path.stat().st_size for path in folder.iterdir())
+    return found

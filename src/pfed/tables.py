@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 
@@ -34,6 +35,21 @@ def bytes_text(count: float) -> str:
             break
         count /= 1000
     return f"{count:.3g} {unit}"
+
+
+def age_text(created: float | None) -> str:
+    """How long ago that was, roughly; a clock may have been set back since.
+
+    >>> age_text(time.time() - 7300)
+    '2 h'
+    """
+    if created is None:
+        return "–"
+    seconds = max(0.0, time.time() - created)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def percent(value: float | None) -> str:

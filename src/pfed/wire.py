@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -18,6 +18,19 @@ Payload: TypeAlias = dict[str, Value]
 State: TypeAlias = dict[Any, Any]  # nested dicts, str or int keys, whose leaves are Values
 
 _SCALARS = (int, float, str, bool, type(None))
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_TORCH = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def check_types(payload: Mapping[str, Any], where: str) -> None:
@@ -85,33 +98,67 @@ def copy_tree(tree: Any) -> Any:
     return map_tensors(tree, lambda tensor: tensor)
 
 
+def check_tree(tree: Any) -> None:
+    """Refuse a state that can't be stored."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if not isinstance(key, (str, int)):
+                raise TypeError(f"A key is a {type(key).__name__}; use texts and whole numbers.")
+            check_tree(value)
+    elif isinstance(tree, Tensor):
+        if tree.dtype not in _DTYPES:
+            raise TypeError(f"A tensor of {tree.dtype} can't be stored or sent.")
+    elif not isinstance(tree, _SCALARS):
+        kind = type(tree).__name__
+        raise TypeError(f"{kind} can't be stored or sent; use tensors, numbers, texts and dicts of them.")
+
+
 def encode(tree: State) -> bytes:
     """Any state or payload as bytes: its tensors as safetensors, its shape as JSON in their metadata."""
-    tensors: dict[str, Tensor] = {}
+    return b"".join(pieces(tree))
+
+
+def pieces(tree: State) -> list[bytes | memoryview]:
+    """What `encode` joins: a header, then the tensors' own memory. Nothing is copied that lies in one piece."""
+    check_tree(tree)
+    tensors: list[Tensor] = []
 
     def skeleton(node: Any) -> Any:
         if isinstance(node, Tensor):
-            tensors[str(len(tensors))] = node.detach().clone(memory_format=torch.contiguous_format)
+            tensors.append(node.detach().contiguous())
             return {"t": str(len(tensors) - 1)}
         if isinstance(node, dict):
-            kind = "T" if isinstance(node, Tensors) else "d"
-            if strange := [key for key in node if not isinstance(key, (str, int))]:
-                raise TypeError(f"A key is a {type(strange[0]).__name__}; use texts and whole numbers.")
-            return {kind: [[key, skeleton(value)] for key, value in node.items()]}
-        if isinstance(node, _SCALARS):
-            return {"v": node}
-        raise TypeError(
-            f"{type(node).__name__} can't be stored or sent; use tensors, numbers, texts and dicts of them."
-        )
+            return {"T" if isinstance(node, Tensors) else "d": [[key, skeleton(value)] for key, value in node.items()]}
+        return {"v": node}
 
     shape = json.dumps(skeleton(tree), separators=(",", ":"))
-    return bytes(safetensors.torch.save(tensors, metadata={"tree": shape}))
+    header: dict[str, Any] = {"__metadata__": {"tree": shape}}
+    data: list[bytes | memoryview] = []
+    end = 0
+    # The widest elements first, so that each tensor begins where its elements may.
+    for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size()):
+        tensor = tensors[i]
+        start, end = end, end + tensor.nbytes
+        header[str(i)] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        if tensor.nbytes:
+            data.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little"), text, *data]
 
 
-def decode(data: bytes) -> State:
-    """The inverse of `encode`."""
-    tensors = safetensors.torch.load(data)
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+def decode(data: bytes | bytearray | mmap.mmap | memoryview) -> State:
+    """The inverse of `encode`. What is writable is not copied: the tensors lie in it."""
+    buffer = memoryview(bytearray(data) if isinstance(data, bytes) else data)
+    size = 8 + int.from_bytes(buffer[:8], "little")
+    if not 8 < size <= len(buffer):
+        raise ValueError("its header is damaged")
+    header = json.loads(bytes(buffer[8:size]))
+    tensors = {name: _tensor(buffer[size:], entry) for name, entry in header.items() if name != "__metadata__"}
 
     def build(node: Mapping[str, Any]) -> Any:
         if "t" in node:
@@ -124,3 +171,13 @@ def decode(data: bytes) -> State:
 
     tree: State = build(json.loads(header["__metadata__"]["tree"]))
     return tree
+
+
+def _tensor(buffer: memoryview, entry: Mapping[str, Any]) -> Tensor:
+    dtype, shape, (start, end) = _TORCH[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    count = math.prod(shape)
+    if min([start, *shape]) < 0 or end > len(buffer) or end - start != count * dtype.itemsize:
+        raise ValueError("a tensor is not where it should be")
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).reshape(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pfed.engines.base import Engine, States
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
 def engine(name: str, runner: Runner, states: States) -> Engine:
     """An engine by name."""
     from pfed.engines.debug import Debug
+    from pfed.engines.processes import Processes
     from pfed.engines.serial import Serial
 
-    engines: dict[str, type[Serial] | type[Debug]] = {"serial": Serial, "debug": Debug}
+    engines: dict[str, Callable[[Runner, States], Engine]] = {"serial": Serial, "processes": Processes, "debug": Debug}
     if name not in engines:
         raise unknown("engine", name, engines)
     return engines[name](runner, states)

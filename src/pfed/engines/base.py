@@ -42,7 +42,7 @@ class Reply:
 class Failure:
     """A client that gave no usable answer."""
 
-    kind: Literal["error", "dropped", "late", "bad reply"]
+    kind: Literal["error", "died", "dropped", "late", "bad reply"]
     reason: str
     detail: str = ""  # a traceback, which stays where the client is
 

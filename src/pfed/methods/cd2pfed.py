@@ -68,6 +68,7 @@ class CD2pFed(Method):
     subnet_ce: float = option(0.0, "weight of cross-entropy on both sub-networks", ge=0)
     judge_subnets: bool = option(False, "judge the sub-networks, too")
     agg: Aggregation = "samples"
+    fixed_rounds = True
     reduces_to = (
         Reduction({"p": 0.0}, "fedavg"),
         Reduction({"p": 0.0, "progressive": False, "ema_every": "step", "subnet_ce": 1.0}, "fedavg"),
@@ -110,9 +111,6 @@ class CD2pFed(Method):
         return {"shared": shared, "last": absence.since(server, int)}
 
     def round(self, server: State, cohort: Cohort) -> None:
-        if cohort.rounds != server["rounds"]:
-            planned = f"p grows over the {server['rounds']} rounds that were planned"
-            raise UserError(f"CD2pFed can't go on with another number of rounds: {planned}. Got {cohort.rounds}.")
         mean = cohort.mean(self.update, "shared", **self.download(server))
         found = Channels.from_text(server["channels"])
         shared = self.split(found, cohort.round, cohort.rounds).shared

@@ -61,6 +61,7 @@ class PartialFedAdaptive(Method):
     )
     agg: Aggregation = "samples"
     same_architecture = False
+    fixed_rounds = True
     sends_all = True
     reduces_to = (Reduction({"initial_gap": -200.0, "f_s": 0, "finetune_epochs": 0}, "local"),)
 

@@ -1,0 +1,232 @@
+"""Clients in parallel: worker processes of one thread each that take one client after another.
+
+Workers are forked, so that they have the data, the models and the method without a copy, wherever the method was
+defined. What goes to them and comes back lies in nameless shared memory, which is gone when the last process is; the
+payload that all clients share is put there once. Which worker runs a client makes no difference: its state comes with
+the call and goes back with the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import mmap
+import os
+import signal
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from pfed import states, wire
+from pfed.engines.base import Call, Failure, Reply, States
+from pfed.errors import RunError
+from pfed.runner import Runner
+from pfed.wire import State
+
+AHEAD = 4  # how many clients per worker may be ahead of the slowest: what bounds the answers that wait for it
+TRIES = 2
+PR_SET_PDEATHSIG = 1
+
+
+class Processes:
+    """Persistent workers, started when the first call comes. A worker that dies is replaced, its client tried again."""
+
+    def __init__(self, runner: Runner, states: States):
+        self.ids = list(runner.ids)
+        self._runner, self._states = runner, states
+        self._size = min(runner.options.workers or cores(), max(1, len(self.ids)))
+        self._common = Mailbox("pfed-common")
+        self._idle: list[Worker] = []
+        self._busy: dict[Connection, tuple[Worker, int]] = {}  # with its client
+
+    def map(self, call: Call) -> Iterator[tuple[int, Reply | Failure]]:
+        queue, open_ids, tries = deque(sorted(call.own)), sorted(call.own), dict.fromkeys(call.own, 0)
+        shared = self._common.put(wire.pieces(call.common))
+        try:
+            while open_ids:
+                self._hand_out(call, shared, queue, open_ids)
+                for ready in wait(list(self._busy)):
+                    assert isinstance(ready, Connection)
+                    worker, client = self._busy.pop(ready)
+                    answer = self._answer(call, worker, client)
+                    if answer is None:
+                        tries[client] += 1
+                        if tries[client] < TRIES:
+                            queue.appendleft(client)
+                            continue
+                        answer = Failure("died", f"the process that ran {call.step} died ({worker.end()}), twice")
+                    open_ids.remove(client)
+                    self._hand_out(call, shared, queue, open_ids)  # nobody waits for what is done with the answer
+                    yield client, answer
+        finally:
+            for worker, _ in self._busy.values():  # somebody lost interest in the middle
+                worker.kill()
+            self._busy.clear()
+
+    def _hand_out(self, call: Call, shared: int, queue: deque[int], open_ids: list[int]) -> None:
+        """Work for every worker, as long as it is not too far ahead of the slowest."""
+        while queue and len(self._busy) < self._size:
+            if len(open_ids) and queue[0] > open_ids[min(AHEAD * self._size, len(open_ids)) - 1]:
+                return
+            client = queue.popleft()
+            worker = self._idle.pop() if self._idle else self._fork()
+            job = {"step": call.step, "client": client, "round": call.round, "keeps": call.version is not None}
+            state = self._states.load(client, call.base[client])
+            try:
+                worker.give(job, shared, wire.encode(dict(call.own[client])), wire.encode(state))
+            except OSError:  # it died while it was idle
+                worker.kill()
+                queue.appendleft(client)
+                continue
+            self._busy[worker.connection] = worker, client
+
+    def _answer(self, call: Call, worker: Worker, client: int) -> Reply | Failure | None:
+        """What a worker says of its client; None if it died."""
+        try:
+            found, payload, state = worker.take()
+        except (EOFError, OSError):
+            worker.kill()
+            return None
+        self._idle.append(worker)
+        if "failure" in found:
+            return Failure("error", *found["failure"])
+        if call.version is not None:
+            self._states.save(client, call.version, wire.decode(state))
+        return Reply(wire.decode(payload), found["weight"], found["samples"], found["records"])
+
+    def _fork(self) -> Worker:
+        others = [worker.connection for worker in self._idle] + list(self._busy)
+        return Worker(self._runner, self._common, others)
+
+    def close(self) -> None:
+        for worker in [*self._idle, *(worker for worker, _ in self._busy.values())]:
+            worker.kill()
+        self._idle.clear()
+        self._busy.clear()
+
+
+class Worker:
+    """The parent's side of a worker process."""
+
+    def __init__(self, runner: Runner, common: Mailbox, others: list[Connection]):
+        self.connection, theirs = Pipe()
+        self._inbox, self._outbox = Mailbox("pfed-in"), Mailbox("pfed-out")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on threads, which use no lock of ours
+                self._pid = os.fork()
+        except OSError as error:
+            raise RunError(f"A worker process can't be started: {error.strerror}.") from error
+        if self._pid == 0:
+            for connection in [self.connection, *others]:
+                connection.close()
+            _work(runner, theirs, common, self._inbox, self._outbox, parent)
+        theirs.close()
+        self._status: int | None = None
+
+    def give(self, job: dict[str, Any], shared: int, own: bytes, state: bytes) -> None:
+        self._inbox.put([own, state])
+        self.connection.send_bytes(json.dumps({**job, "sizes": [shared, len(own), len(state)]}).encode())
+
+    def take(self) -> tuple[dict[str, Any], bytearray, bytearray]:
+        """What it found, its payload and the client's new state."""
+        found = json.loads(self.connection.recv_bytes())
+        payload, state = found["sizes"]
+        return found, self._outbox.copy(0, payload), self._outbox.copy(payload, state)
+
+    def kill(self) -> None:
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            _, self._status = os.waitpid(self._pid, 0)
+            self.connection.close()
+
+    def end(self) -> str:
+        """How it ended."""
+        code = os.waitstatus_to_exitcode(self._status or 0)
+        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+class Mailbox:
+    """Memory that two processes see: a file without a name, gone when the last of them is."""
+
+    def __init__(self, name: str):
+        self._file = os.memfd_create(name)
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+    def put(self, parts: Sequence[bytes | memoryview]) -> int:
+        """Write these one after another; how many bytes they are."""
+        states.write(self._file, parts, 0)
+        return sum(map(len, parts))
+
+    def copy(self, start: int, length: int) -> bytearray:
+        return states.read(self._file, length, start)
+
+    def view(self, length: int) -> mmap.mmap:
+        """The first bytes without a copy; who changes them changes them for himself."""
+        return mmap.mmap(self._file, length, access=mmap.ACCESS_COPY)
+
+
+def _work(
+    runner: Runner, connection: Connection, common: Mailbox, inbox: Mailbox, outbox: Mailbox, parent: int
+) -> NoReturn:
+    """A worker's life: as long as its parent's, and not a moment longer."""
+    try:
+        _end_with(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        torch.set_num_threads(1)
+        while True:
+            job = json.loads(connection.recv_bytes())
+            found, parts = _do(runner, job, common, inbox)
+            outbox.put(parts)
+            sys.stdout.flush()
+            connection.send_bytes(json.dumps({**found, "sizes": [len(part) for part in parts]}).encode())
+    except EOFError:
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _do(runner: Runner, job: dict[str, Any], common: Mailbox, inbox: Mailbox) -> tuple[dict[str, Any], list[bytes]]:
+    """One step of one client: what is known of it, its payload and its new state."""
+    shared, own, state = job["sizes"]
+    try:
+        letter = memoryview(inbox.view(own + state))
+        payload = {**wire.decode(common.view(shared)), **wire.decode(letter[:own])}
+        before: State = wire.decode(letter[own:])
+        reply, client = runner(job["step"], job["client"], job["round"], payload, before)
+        parts = [wire.encode(reply.payload), wire.encode(client.state) if job["keeps"] else b""]
+    except Exception as error:
+        failure = Failure.of(error, job["step"])
+        return {"failure": [failure.reason, failure.detail]}, [b"", b""]
+    return {"weight": reply.weight, "samples": reply.samples, "records": dict(reply.records)}, parts
+
+
+def _end_with(parent: int) -> None:
+    """When the parent dies, in whatever way, the system kills this process."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
+
+
+def cores() -> int:
+    """The processors that this process may use, by its affinity and its control group."""
+    allowed = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        allowed = min(allowed, math.ceil(int(quota) / int(period)))
+    return max(1, allowed)
