@@ -45,38 +45,34 @@ class Processes:
         self._size = min(runner.options.workers or cores(), max(1, len(self.ids)))
         self._common = Mailbox("pfed-common")
         self._idle: list[Worker] = []
-        self._busy: dict[Connection, tuple[Worker, int]] = {}  # with its client
+        self._busy: dict[Connection, tuple[Worker, int]] = {}  # with the place of its client in the call
 
     def map(self, call: Call) -> Iterator[tuple[int, Reply | Failure]]:
-        queue, open_ids, tries = deque(sorted(call.own)), sorted(call.own), dict.fromkeys(call.own, 0)
+        line = Line(sorted(call.own), AHEAD * self._size)
         shared = self._common.put(wire.pieces(call.common))
         try:
-            while open_ids:
-                self._hand_out(call, shared, queue, open_ids)
+            while not line.over:
+                self._hand_out(call, shared, line)
                 for ready in wait(list(self._busy)):
                     assert isinstance(ready, Connection)
-                    worker, client = self._busy.pop(ready)
-                    answer = self._answer(call, worker, client)
+                    worker, place = self._busy.pop(ready)
+                    answer = self._answer(call, worker, line.order[place])
                     if answer is None:
-                        tries[client] += 1
-                        if tries[client] < TRIES:
-                            queue.appendleft(client)
+                        if line.again(place):
                             continue
                         answer = Failure("died", f"the process that ran {call.step} died ({worker.end()}), twice")
-                    open_ids.remove(client)
-                    self._hand_out(call, shared, queue, open_ids)  # nobody waits for what is done with the answer
-                    yield client, answer
+                    line.done(place)
+                    self._hand_out(call, shared, line)  # before anything is done with the answer
+                    yield line.order[place], answer
         finally:
             for worker, _ in self._busy.values():  # somebody lost interest in the middle
                 worker.kill()
             self._busy.clear()
 
-    def _hand_out(self, call: Call, shared: int, queue: deque[int], open_ids: list[int]) -> None:
-        """Work for every worker, as long as it is not too far ahead of the slowest."""
-        while queue and len(self._busy) < self._size:
-            if len(open_ids) and queue[0] > open_ids[min(AHEAD * self._size, len(open_ids)) - 1]:
-                return
-            client = queue.popleft()
+    def _hand_out(self, call: Call, shared: int, line: Line) -> None:
+        """Work for every worker, as long as there is some."""
+        while len(self._busy) < self._size and (place := line.next()) is not None:
+            client = line.order[place]
             worker = self._idle.pop() if self._idle else self._fork()
             job = {"step": call.step, "client": client, "round": call.round, "keeps": call.version is not None}
             state = self._states.load(client, call.base[client])
@@ -84,9 +80,9 @@ class Processes:
                 worker.give(job, shared, wire.encode(dict(call.own[client])), wire.encode(state))
             except OSError:  # it died while it was idle
                 worker.kill()
-                queue.appendleft(client)
+                line.queue.appendleft(place)
                 continue
-            self._busy[worker.connection] = worker, client
+            self._busy[worker.connection] = worker, place
 
     def _answer(self, call: Call, worker: Worker, client: int) -> Reply | Failure | None:
         """What a worker says of its client; None if it died."""
@@ -111,6 +107,38 @@ class Processes:
             worker.kill()
         self._idle.clear()
         self._busy.clear()
+
+
+class Line:
+    """The clients of a call in their order: who is next, who is to be tried again, who is done."""
+
+    def __init__(self, order: list[int], ahead: int):
+        """Nobody begins who is more than `ahead` places behind one that is not done."""
+        self.order, self._ahead = order, ahead
+        self.queue = deque(range(len(order)))
+        self._open = [True] * len(order)
+        self._tries = [0] * len(order)
+        self._slowest = 0
+
+    @property
+    def over(self) -> bool:
+        return self._slowest == len(self.order)
+
+    def next(self) -> int | None:
+        """The place of the next client that may begin."""
+        return self.queue.popleft() if self.queue and self.queue[0] <= self._slowest + self._ahead else None
+
+    def again(self, place: int) -> bool:
+        """Whether a client gets another try."""
+        self._tries[place] += 1
+        if self._tries[place] < TRIES:
+            self.queue.appendleft(place)
+        return self._tries[place] < TRIES
+
+    def done(self, place: int) -> None:
+        self._open[place] = False
+        while not self.over and not self._open[self._slowest]:
+            self._slowest += 1
 
 
 class Worker:
