@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +13,10 @@ from pfed.evaluate import Evaluation
 
 
 class _Bar(tqdm):  # type: ignore[misc]
-    monitor_interval = 0  # no thread of its own: processes are forked
+    """A bar without a thread and without a semaphore of its own: processes are forked, and may be killed."""
+
+    monitor_interval = 0
+    _lock = threading.RLock()
 
 
 class Progress:
