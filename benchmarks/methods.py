@@ -15,9 +15,9 @@ import time
 from typing import Any
 
 import torch
+from noise import federation
 
-from pfed import Experiment, Federation, Samples
-from pfed.data.base import ClientData
+from pfed import Experiment, Federation
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {},
@@ -32,17 +32,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "cd2pfed": {"progressive": False},
     "cd2pfed, masks": {"progressive": False},
 }
-
-
-def federation(samples: int) -> Federation:
-    """Two clients."""
-    source = torch.Generator().manual_seed(0)
-    x = torch.randint(256, (2 * samples + 64, 3, 32, 32), dtype=torch.uint8, generator=source)
-    pool = Samples.of(x, torch.randint(10, (len(x),), generator=source))
-    parts = [pool.part(range(k * samples, (k + 1) * samples)) for k in range(2)]
-    test = pool.part(range(10))
-    clients = tuple(ClientData(f"client-{k}", part, test) for k, part in enumerate(parts))
-    return Federation(clients, tuple("0123456789"), test, public=pool.part(range(2 * samples, len(x))))
 
 
 def seconds(method: str, data: Federation, batch: int, shortcuts: bool) -> float:
@@ -61,7 +50,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    data = federation(arguments.samples)
+    data = federation(2, arguments.samples, (3, 32, 32), public=64)
     ratios: dict[str, list[float]] = {method: [] for method in METHODS}
     for repeat in range(arguments.repeats + 1):
         taken = {method: seconds(method, data, arguments.batch, "masks" not in method) for method in METHODS}

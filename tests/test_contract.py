@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from pfed import Experiment, Federation, Tensors, UserError, options, registry, wire
+from pfed import Experiment, Federation, Result, Tensors, UserError, options, registry, wire
 from pfed.data.base import ClientData
 from pfed.engines.base import POOLED, Call, Reply
 from pfed.engines.serial import Serial
@@ -110,6 +111,27 @@ def test_resume_is_exact(method: str, model: str, tiny: Federation, tmp_path: Pa
     assert before.session is not None
     assert_same(states(before.session), states(straight))
     assert result.metrics == short(method, tiny, model, rounds=4).run().metrics
+
+
+@every_method
+def test_a_finished_run_can_have_more_rounds(method: str, tiny: Federation, tmp_path: Path) -> None:
+    """As if it had been planned so; refused where what was done depends on the number of rounds."""
+    short(method, tiny, rounds=2, checkpoint_every=0).run(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    longer = short(method, tiny, rounds=4, checkpoint_every=0)
+    if longer.method.fixed_rounds:
+        with pytest.raises(UserError, match=rf"must have 2 rounds: what {re.escape(longer.method.label)} does depends"):
+            longer.resume(folder)
+        assert Result.load(folder).state == "complete"
+        return
+    result = longer.resume(folder)
+    straight = short(method, tiny, rounds=4, checkpoint_every=0)
+    expected = straight.run()
+    assert longer.session is not None
+    assert straight.session is not None
+    assert_same(states(longer.session), states(straight.session))
+    assert result.metrics == expected.metrics
+    assert (result.rounds[-1]["round"], result.config["rounds"]) == (expected.rounds[-1]["round"], 4)
 
 
 class Spy(Serial):

@@ -29,6 +29,7 @@ class Probe(Method):
 
 
 BEHAVIOUR: list[Any] = [None]
+every_engine = pytest.mark.parametrize("engine", ["serial", "processes"])
 
 
 def probe(tiny: Federation, behaviour: Any, engine: str = "serial", **options: Any) -> Experiment:
@@ -80,7 +81,8 @@ def test_what_cannot_be_sent_is_named(tiny: Federation) -> None:
         probe(tiny, lambda client, params: {"bad": [1, 2]}, "debug").run()
 
 
-def test_a_client_that_raises_is_a_failure_and_the_others_go_on(tiny: Federation) -> None:
+@every_engine
+def test_a_client_that_raises_is_a_failure_and_the_others_go_on(tiny: Federation, engine: str) -> None:
     """Its state is as if the step had not run."""
 
     def update(client: Any, params: Tensors) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def test_a_client_that_raises_is_a_failure_and_the_others_go_on(tiny: Federation
             raise ValueError("no disk")
         return {"id": client.id}
 
-    experiment = probe(tiny, update)
+    experiment = probe(tiny, update, engine)
     result = experiment.run()
     assert sorted(replies(experiment)) == [0, 2, 3]
     assert [(e["client"], e["kind"], e["text"]) for e in result.events] == [
@@ -111,8 +113,9 @@ def test_a_client_that_raises_is_a_failure_and_the_others_go_on(tiny: Federation
         (lambda p: {"x": float("nan")}, r"x is not a number"),
     ],
 )
-def test_a_bad_reply_is_a_failure_with_its_reason(tiny: Federation, reply: Any, reason: str) -> None:
-    experiment = probe(tiny, lambda client, params: reply(params) if client.id == 3 else {})
+@every_engine
+def test_a_bad_reply_is_a_failure_with_its_reason(tiny: Federation, reply: Any, reason: str, engine: str) -> None:
+    experiment = probe(tiny, lambda client, params: reply(params) if client.id == 3 else {}, engine)
     result = experiment.run()
     assert sorted(replies(experiment)) == [0, 1, 2]
     assert [event["kind"] for event in result.events] == ["bad reply"]
@@ -127,14 +130,15 @@ def test_a_bad_reply_is_a_failure_with_its_reason(tiny: Federation, reply: Any, 
     ],
 )
 @pytest.mark.parametrize("how", ["mean", "call"])
-def test_what_cannot_be_combined_is_a_failure(tiny: Federation, reply: Any, reason: str, how: str) -> None:
+@every_engine
+def test_what_cannot_be_combined_is_a_failure(tiny: Federation, reply: Any, reason: str, how: str, engine: str) -> None:
     @dataclass(frozen=True)
     class Averaging(Probe):
         def round(self, server: Any, cohort: Any) -> None:
             getattr(cohort, how)(self.update, "params", **self.download(server))
 
     BEHAVIOUR[0] = lambda client, params: reply(params) if client.id == 2 else {"params": params}
-    result = Experiment(Averaging(), tiny, "mlp", rounds=1).run()
+    result = Experiment(Averaging(), tiny, "mlp", rounds=1, engine=engine).run()
     assert [(event["client"], event["text"]) for event in result.events] == [(2, reason)]
 
 

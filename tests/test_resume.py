@@ -658,3 +658,52 @@ def test_a_second_process_is_refused_and_kill_9_costs_nothing(
     assert [round for round, _ in Result.load(folder).series["personal/local-test"]] == [1, 2]
     assert resume(folder).code == 0
     assert_same(outcome(folder), patient_straight)
+
+
+def test_a_finished_run_goes_on_by_command(tmp_path: Path) -> None:
+    """`pfed resume RUN --rounds N`; fine-tuning was after the last round, and is after the new last one."""
+    argv = ["ditto+ft", "--set", "ft_epochs=1", "--clients", 4, "--model", "mlp", "--train-cap", 20, "--eval-every", 0]
+    assert pfed("run", *argv, "--rounds", 2, "--runs", tmp_path / "a").code == 0
+    assert pfed("run", *argv, "--rounds", 5, "--runs", tmp_path / "b").code == 0
+    done = pfed("resume", "ditto+ft-digits-s0-1", "--rounds", 5, "--runs", tmp_path / "a", "--json")
+    assert (done.code, json.loads(done.out)["rounds"]) == (0, 5)
+    (one,), (two,) = store.folders(tmp_path / "a"), store.folders(tmp_path / "b")
+    found, expected = outcome(one), outcome(two)
+    for part in ("server", "clients", "metrics", "per_client", "correct"):
+        assert found[part] == expected[part], part
+
+
+@pytest.mark.parametrize(
+    ("argv", "rounds", "said"),
+    [
+        (["fedavg"], "1", "has done 2 rounds already. Got 1."),
+        (["fedavg"], "many", "run.rounds must be a whole number. Got 'many'."),
+        (["cd2pfed"], "3", "must have 2 rounds: what cd2pfed does depends on it. Got 3."),
+        (["partialfed-adaptive+ft"], "3", "must have 2 rounds: what partialfed-adaptive+ft does depends on it. Got 3."),
+        (["fedavg", "--local.schedule", "cosine"], "3", "2 rounds: what local.schedule says depends on it. Got 3."),
+    ],
+    ids=["fewer", "no number", "CD2-pFed", "PartialFed-Adaptive", "schedule"],
+)
+def test_other_numbers_of_rounds_are_refused(tmp_path: Path, argv: list[str], rounds: str, said: str) -> None:
+    """One sentence, exit code 2, and the run is as it was."""
+    small = ["--clients", 3, "--model", "mlp", "--train-cap", 20, "--rounds", 2, "--runs", tmp_path]
+    assert pfed("run", *argv, *small).code == 0
+    (folder,) = store.folders(tmp_path)
+    before = outcome(folder)
+    done = pfed("resume", folder.name, "--rounds", rounds, "--runs", tmp_path)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.endswith(f"{said}\n")
+    assert done.err.count("\n") == 1
+    assert_same(outcome(folder), before)
+
+
+def test_a_damaged_record_does_not_hide_the_other_runs(tmp_path: Path) -> None:
+    for method in ("local", "fedavg"):
+        assert pfed("run", method, "--clients", 3, "--model", "mlp", "--rounds", 1, "--runs", tmp_path).code == 0
+    (tmp_path / "local-digits-s0-1" / "record.sqlite").write_bytes(b"rubbish" * 1000)
+    rows = {row["run"]: row["state"] for row in json.loads(pfed("runs", "--runs", tmp_path, "--json").out)}
+    assert rows == {"local-digits-s0-1": "damaged", "fedavg-digits-s0-1": "complete"}
+    done = resume(tmp_path / "local-digits-s0-1")
+    assert done.code == 0
+    assert "its record was damaged (file is not a database); it was made anew from its journal." in done.err
+    assert json.loads(done.out)["state"] == "complete"

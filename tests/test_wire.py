@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 from io import BytesIO
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -306,3 +308,37 @@ def test_copies_have_new_dicts_around_the_same_tensors() -> None:
     assert tree["t"]["w"] is tensor
     doubled = wire.map_tensors(tree, lambda t: 2 * t)
     assert same(doubled, {"a": {1: 2 * tensor}, "t": Tensors(w=2 * tensor), "n": 3})
+
+
+def test_the_encoding_is_a_safetensors_file() -> None:
+    """Any reader of that format finds the tensors, each where its elements may begin."""
+    tree = {"flags": torch.tensor([True]), "w": Tensors(a=torch.randn(3, 2).double(), b=torch.arange(3).byte())}
+    found = safetensors.torch.load(wire.encode(tree))
+    assert len(found) == 3
+    assert torch.equal(found["0"], tree["flags"])
+    assert torch.equal(found["1"], tree["w"]["a"])
+    assert torch.equal(found["2"], tree["w"]["b"])
+
+
+def test_what_is_writable_is_not_copied() -> None:
+    data = bytearray(wire.encode({"w": torch.zeros(4)}))
+    tensor = wire.decode(data)["w"]
+    tensor.fill_(1)
+    assert wire.decode(data)["w"].tolist() == [1, 1, 1, 1]
+    assert wire.decode(bytes(data))["w"].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [4], "data_offsets": [0, 20]},
+        {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [-4, 12]},
+        {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]},
+    ],
+)
+def test_a_tensor_that_lies_elsewhere_is_refused(entry: dict[str, Any]) -> None:
+    """Whoever made the header, nothing outside the message is read."""
+    header = json.dumps({"__metadata__": {"tree": '{"d":[["w",{"t":"0"}]]}'}, "0": entry}).encode()
+    with pytest.raises(ValueError, match="a tensor is not where it should be"):
+        wire.decode(len(header).to_bytes(8, "little") + header + b"\0" * 16)
