@@ -20,6 +20,7 @@ test: .venv/ready
 	$(PY) -m pytest -n 2
 
 test-all: .venv/ready
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[notebook]"
 	$(PY) -m pytest -n 2 -m ""
 
 check: .venv/ready

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import math
 import mmap
@@ -27,7 +28,7 @@ import torch
 
 from pfed import states, wire
 from pfed.engines.base import Call, Failure, Reply, States
-from pfed.errors import RunError
+from pfed.errors import RunError, UserError
 from pfed.runner import Runner
 from pfed.wire import State
 
@@ -40,6 +41,8 @@ class Processes:
     """Persistent workers, started when the first call comes. A worker that dies is replaced, its client tried again."""
 
     def __init__(self, runner: Runner, states: States):
+        if sys.platform != "linux":
+            raise UserError("run.engine 'processes' needs Linux. Got 'processes'; 'serial' runs everywhere.")
         self.ids = list(runner.ids)
         self._runner, self._states = runner, states
         self._size = min(runner.options.workers or cores(), max(1, len(self.ids)))
@@ -214,6 +217,7 @@ def _work(
     """A worker's life: as long as its parent's, and not a moment longer."""
     try:
         _end_with(parent)
+        gc.freeze()  # what was there before the fork stays shared with the parent
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.set_num_threads(1)
