@@ -1,4 +1,4 @@
-"""In a real notebook: a method that is defined in a cell runs on worker processes, with a bar that shows how far it is."""
+"""In a real notebook: a method that is defined in a cell runs on worker processes."""
 
 from __future__ import annotations
 

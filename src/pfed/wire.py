@@ -152,7 +152,10 @@ def pieces(tree: State) -> list[bytes | memoryview]:
 
 
 def decode(data: bytes | bytearray | mmap.mmap | memoryview) -> State:
-    """The inverse of `encode`. What is writable is not copied: the tensors lie in it."""
+    """The inverse of `encode`.
+
+    Tensors are copied to where torch puts its own: the last bit of a sum may depend on how a tensor lies in memory.
+    """
     buffer = memoryview(bytearray(data) if isinstance(data, bytes) else data)
     size = 8 + int.from_bytes(buffer[:8], "little")
     if not 8 < size <= len(buffer):
@@ -180,4 +183,4 @@ def _tensor(buffer: memoryview, entry: Mapping[str, Any]) -> Tensor:
         raise ValueError("a tensor is not where it should be")
     if not count:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).reshape(shape)
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).reshape(shape).clone()

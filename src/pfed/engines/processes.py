@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -47,6 +47,7 @@ class Processes:
         self._runner, self._states = runner, states
         self._size = min(runner.options.workers or cores(), max(1, len(self.ids)))
         self._common = Mailbox("pfed-common")
+        self._workers: list[Worker] = []
         self._idle: list[Worker] = []
         self._busy: dict[Connection, tuple[Worker, int]] = {}  # with the place of its client in the call
 
@@ -68,31 +69,31 @@ class Processes:
                     self._hand_out(call, shared, line)  # before anything is done with the answer
                     yield line.order[place], answer
         finally:
-            for worker, _ in self._busy.values():  # somebody lost interest in the middle
-                worker.kill()
             self._busy.clear()
+            for worker in set(self._workers) - set(self._idle):  # somebody lost interest in the middle
+                self._bury(worker)
 
     def _hand_out(self, call: Call, shared: int, line: Line) -> None:
         """Work for every worker, as long as there is some."""
         while len(self._busy) < self._size and (place := line.next()) is not None:
             client = line.order[place]
-            worker = self._idle.pop() if self._idle else self._fork()
+            known = bool(self._idle)
+            worker = self._idle.pop() if known else self._fork()
             job = {"step": call.step, "client": client, "round": call.round, "keeps": call.version is not None}
             state = self._states.load(client, call.base[client])
-            try:
-                worker.give(job, shared, wire.encode(dict(call.own[client])), wire.encode(state))
-            except OSError:  # it died while it was idle
-                worker.kill()
+            alive = worker.give(job, shared, wire.encode(dict(call.own[client])), wire.encode(state))
+            if known and not alive:  # it died while it was idle: not this client's fault
+                self._bury(worker)
                 line.queue.appendleft(place)
-                continue
-            self._busy[worker.connection] = worker, place
+            else:
+                self._busy[worker.connection] = worker, place
 
     def _answer(self, call: Call, worker: Worker, client: int) -> Reply | Failure | None:
         """What a worker says of its client; None if it died."""
         try:
             found, payload, state = worker.take()
         except (EOFError, OSError):
-            worker.kill()
+            self._bury(worker)
             return None
         self._idle.append(worker)
         if "failure" in found:
@@ -102,14 +103,19 @@ class Processes:
         return Reply(wire.decode(payload), found["weight"], found["samples"], found["records"])
 
     def _fork(self) -> Worker:
-        others = [worker.connection for worker in self._idle] + list(self._busy)
-        return Worker(self._runner, self._common, others)
+        worker = Worker(self._runner, self._common, [worker.connection for worker in self._workers])
+        self._workers.append(worker)
+        return worker
+
+    def _bury(self, worker: Worker) -> None:
+        worker.kill()
+        self._workers.remove(worker)
 
     def close(self) -> None:
-        for worker in [*self._idle, *(worker for worker, _ in self._busy.values())]:
-            worker.kill()
         self._idle.clear()
         self._busy.clear()
+        while self._workers:
+            self._bury(self._workers[0])
 
 
 class Line:
@@ -150,25 +156,26 @@ class Worker:
     def __init__(self, runner: Runner, common: Mailbox, others: list[Connection]):
         self.connection, theirs = Pipe()
         self._inbox, self._outbox = Mailbox("pfed-in"), Mailbox("pfed-out")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent = os.getpid()
+        self._status: int | None = None
+        self._pid = _fork()
+        if self._pid:
+            theirs.close()
+            return
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on threads, which use no lock of ours
-                self._pid = os.fork()
-        except OSError as error:
-            raise RunError(f"A worker process can't be started: {error.strerror}.") from error
-        if self._pid == 0:
             for connection in [self.connection, *others]:
                 connection.close()
-            _work(runner, theirs, common, self._inbox, self._outbox, parent)
-        theirs.close()
-        self._status: int | None = None
+            _work(runner, theirs, common, self._inbox, self._outbox)
+        finally:
+            os._exit(1)
 
-    def give(self, job: dict[str, Any], shared: int, own: bytes, state: bytes) -> None:
+    def give(self, job: dict[str, Any], shared: int, own: bytes, state: bytes) -> bool:
+        """Send a job; False if nobody is there to do it."""
         self._inbox.put([own, state])
-        self.connection.send_bytes(json.dumps({**job, "sizes": [shared, len(own), len(state)]}).encode())
+        try:
+            self.connection.send_bytes(json.dumps({**job, "sizes": [shared, len(own), len(state)]}).encode())
+        except OSError:
+            return False
+        return True
 
     def take(self) -> tuple[dict[str, Any], bytearray, bytearray]:
         """What it found, its payload and the client's new state."""
@@ -207,30 +214,52 @@ class Mailbox:
         return states.read(self._file, length, start)
 
     def view(self, length: int) -> mmap.mmap:
-        """The first bytes without a copy; who changes them changes them for himself."""
+        """The first bytes without a copy."""
         return mmap.mmap(self._file, length, access=mmap.ACCESS_COPY)
 
 
-def _work(
-    runner: Runner, connection: Connection, common: Mailbox, inbox: Mailbox, outbox: Mailbox, parent: int
-) -> NoReturn:
-    """A worker's life: as long as its parent's, and not a moment longer."""
+def _fork() -> int:
+    """Fork a process that ends with this one; Ctrl-C is not for it. Its number here, 0 there."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # else it could strike the new one too early
     try:
-        _end_with(parent)
-        gc.freeze()  # what was there before the fork stays shared with the parent
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        torch.set_num_threads(1)
-        while True:
-            job = json.loads(connection.recv_bytes())
-            found, parts = _do(runner, job, common, inbox)
-            outbox.put(parts)
-            sys.stdout.flush()
-            connection.send_bytes(json.dumps({**found, "sizes": [len(part) for part in parts]}).encode())
-    except EOFError:
-        os._exit(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on threads, none of which is ours
+            pid = os.fork()
+        if pid == 0:
+            _settle(parent)
+    except OSError as error:
+        raise RunError(f"A worker process can't be started: {error.strerror}.") from error
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
+
+
+def _settle(parent: int) -> None:
+    """In a new worker: when the parent dies, in whatever way, the system is to kill it."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            return
+    except BaseException:  # nothing may go back to where the parent is
         os._exit(1)
+    os._exit(1)
+
+
+def _work(runner: Runner, connection: Connection, common: Mailbox, inbox: Mailbox, outbox: Mailbox) -> None:
+    """A worker's life."""
+    gc.freeze()  # what was there before the fork stays shared with the parent
+    torch.set_num_threads(1)
+    while True:
+        job = json.loads(connection.recv_bytes())
+        found, parts = _do(runner, job, common, inbox)
+        outbox.put(parts)
+        sys.stdout.flush()
+        connection.send_bytes(json.dumps({**found, "sizes": [len(part) for part in parts]}).encode())
 
 
 def _do(runner: Runner, job: dict[str, Any], common: Mailbox, inbox: Mailbox) -> tuple[dict[str, Any], list[bytes]]:
@@ -246,13 +275,6 @@ def _do(runner: Runner, job: dict[str, Any], common: Mailbox, inbox: Mailbox) ->
         failure = Failure.of(error, job["step"])
         return {"failure": [failure.reason, failure.detail]}, [b"", b""]
     return {"weight": reply.weight, "samples": reply.samples, "records": dict(reply.records)}, parts
-
-
-def _end_with(parent: int) -> None:
-    """When the parent dies, in whatever way, the system kills this process."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before
-        os._exit(1)
 
 
 def cores() -> int:
