@@ -215,6 +215,17 @@ def while_the_journal_is_written(deed: Deed) -> None:
     os.pwrite = dying
 
 
+def slowly(deed: Deed) -> None:
+    """Not a death, but steps that take a minute each."""
+    step = sgd.SGD.step
+
+    def slow(self: sgd.SGD) -> None:
+        time.sleep(60)
+        step(self)
+
+    sgd.SGD.step = slow  # type: ignore[method-assign]
+
+
 POINTS = {
     function.__name__.replace("_", " "): function
     for function in (
@@ -235,6 +246,7 @@ def life(argv: list[str], log: str, point: str | None) -> None:
     """What a process does: a command, up to the point where it dies."""
     from pfed import cli
 
+    os.setpgrp()  # as a shell does, so that Ctrl-C reaches the workers as well
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -246,7 +258,7 @@ def life(argv: list[str], log: str, point: str | None) -> None:
         time.sleep(60)
 
     if point is not None:
-        POINTS[point](die)
+        {**POINTS, "slowly": slowly}[point](die)
     sys.exit(cli.main(argv))
 
 
@@ -365,7 +377,7 @@ def test_no_process_is_left(tmp_path: Path, scaffold: Path, straight: Straight, 
     ended(started(["--version"], tmp_path), tmp_path)  # what all these processes are forked from may have some
     before = sorted(os.listdir("/dev/shm"))
     argv = command("fedrep", scaffold, tmp_path / "runs", *ENGINES["processes"], "--local.epochs", 30)
-    process = started(argv, tmp_path)
+    process = started(argv, tmp_path, "slowly" if whom != "worker" else None)
     assert process.pid is not None
     deadline = time.monotonic() + 60
     while len(workers := family(process.pid)) < 2:
@@ -377,8 +389,17 @@ def test_no_process_is_left(tmp_path: Path, scaffold: Path, straight: Straight, 
         (folder,) = store.folders(tmp_path / "runs")
         assert {event["kind"] for event in Result.load(folder).events} == {"note"}
     else:
-        os.kill(process.pid, signal.SIGKILL if whom == "parent" else signal.SIGINT)
+        began = time.monotonic()
+        if whom == "parent":
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGINT)
         assert ended(process, tmp_path) == (-signal.SIGKILL if whom == "parent" else 130)
+        said = (tmp_path / "log").read_text().splitlines()[1:]  # after the version
+        assert [line.partition(";")[0] for line in said] == (
+            [] if whom == "parent" else ["pfed: Stopped after round 0"]
+        )
+        assert time.monotonic() - began < 30
     assert gone(workers)
     assert sorted(os.listdir("/dev/shm")) == before
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -328,6 +330,24 @@ def test_one_process_at_a_time(folder: Path, opened: Store) -> None:
     assert not store.locked(folder)
     store.remove(folder)
     assert not folder.exists()
+
+
+def test_a_process_that_was_forked_does_not_hold_the_lock(folder: Path, opened: Store) -> None:
+    """Else a run could not be resumed as long as one of its workers is still there."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert store.locked(folder)
+        opened.close()
+        deadline = time.monotonic() + 10
+        while store.locked(folder) and time.monotonic() < deadline:
+            time.sleep(0.01)  # it may not have come to let go
+        assert not store.locked(folder)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_new_runs_take_the_next_free_name(tmp_path: Path) -> None:
