@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import shlex
 import shutil
 import signal
 import sqlite3
@@ -428,8 +429,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path, scaffold: Path, straight: St
     """A file system of 300 kB: the run stops with one sentence; with more room it goes on."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    python = f"{sys.executable} -m pfed"
-    words = " ".join(f"'{word}'" for word in command("fedrep", scaffold, disk / "runs"))
+    python = f"{shlex.quote(sys.executable)} -m pfed"
+    words = shlex.join(command("fedrep", scaffold, disk / "runs"))
     script = (
         f"mount -t tmpfs -o size=300k tmpfs '{disk}' || exit 99\n{python} {words}; echo code $?\n"
         f"mount -o remount,size=50m '{disk}'\n{python} resume fedrep-digits-s0-1 --runs '{disk}/runs' >&2 || exit 98\n"
