@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from test_resume import assert_same, checkpoints, outcome, pfed, resume
 
-from pfed import database, evaluate, sgd, states, store
+from pfed import database, evaluate, files, sgd, states, store
 from pfed.result import Result
 
 CONTEXT = multiprocessing.get_context("forkserver")  # imports once, then every process is a fork of that
@@ -126,7 +126,7 @@ def between_reply_and_checkpoint(deed: Deed) -> None:
 
 
 def _half(deed: Deed, number: int) -> None:
-    write, count = states.write, iter(range(10**9))
+    write, count = files.write, iter(range(10**9))
 
     def dying(descriptor: int, parts: Any, offset: int) -> None:
         if next(count) == number:
@@ -135,7 +135,7 @@ def _half(deed: Deed, number: int) -> None:
             deed()
         write(descriptor, parts, offset)
 
-    states.write = dying
+    files.write = dying
 
 
 def while_a_state_is_appended(deed: Deed) -> None:
@@ -205,15 +205,15 @@ def between_journal_and_record(deed: Deed) -> None:
 
 
 def while_the_journal_is_written(deed: Deed) -> None:
-    pwrite, count = os.pwrite, iter(range(10**9))
+    write, count = files.write, iter(range(10**9))
 
-    def dying(descriptor: int, data: bytes, offset: int) -> int:
-        if b'"rounds"' in data and next(count) == 2:
-            pwrite(descriptor, data[: len(data) // 2], offset)
+    def dying(descriptor: int, parts: Any, offset: int) -> None:
+        if b'"put":{"rounds"' in parts[0] and next(count) == 2:
+            write(descriptor, [parts[0][: len(parts[0]) // 2]], offset)
             deed()
-        return pwrite(descriptor, data, offset)
+        write(descriptor, parts, offset)
 
-    os.pwrite = dying
+    files.write = dying
 
 
 def slowly(deed: Deed) -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pfed import Experiment, cli, store, wire
+from pfed import Experiment, cli, files, store, wire
 from pfed.data import sources
 from pfed.record import Record
 from pfed.result import Result
@@ -82,8 +82,8 @@ def outcome(folder: Path) -> dict[str, Any]:
     """All that a stop must not change: every number of every round, and the final states of server and clients."""
     result = Result.load(folder)
     final = decoded(checkpoints(folder)[-1])
-    states = ClientStates(folder)
-    states.restore(final["clients"])
+    kept = ClientStates(folder)
+    kept.restore(final["clients"])
     versions = {client: version for client, version, *_ in final["clients"].tolist()}
     return {
         "state": result.state,
@@ -99,7 +99,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         "calls": final["calls"],
         "versions": versions,
         "server": plain(final["server"]),
-        "clients": {client: plain(states.load(client, version)) for client, version in versions.items()},
+        "clients": {client: plain(kept.load(client, version)) for client, version in versions.items()},
     }
 
 
@@ -492,6 +492,31 @@ def test_a_disk_too_full_for_the_record(tmp_path: Path, ditto_straight: dict[str
     if what == "add_round":
         assert resume(folder).code == 0
         assert_same(outcome(folder), ditto_straight)
+
+
+@pytest.mark.usefixtures("few_digits")
+@pytest.mark.parametrize("where", ["journal", "states"])
+def test_a_disk_that_is_full_in_the_midst_of_a_round(
+    tmp_path: Path, ditto_straight: dict[str, Any], where: str
+) -> None:
+    """No room for a line of the journal, or for states that do not fit into memory: one line, and the run can go on."""
+    write, states = files.write, iter(range(10**9))
+
+    def writing(descriptor: int, parts: Any, offset: int) -> None:
+        of_journal = parts[0].endswith(b"\n")
+        if b'"rounds":[[3' in parts[0] if where == "journal" else not of_journal and next(states) >= 12:
+            full_disk()
+        write(descriptor, parts, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "write", writing)
+        done = pfed(*DITTO, "--state-memory", 0, "--runs", tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert "No space left on device" in done.err
+    assert done.err.count("\n") == 1
+    (folder,) = store.folders(tmp_path)
+    assert resume(folder).code == 0
+    assert_same(outcome(folder), ditto_straight)
 
 
 @pytest.mark.usefixtures("few_digits")

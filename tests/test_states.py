@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pfed import states
+from pfed import files, states
 from pfed.errors import RunError
 from pfed.states import ClientStates
 from pfed.tensors import Tensors
@@ -208,14 +208,14 @@ def test_a_write_that_fails_leaves_no_hole(tmp_path: Path, monkeypatch: pytest.M
     kept.save(1, 1, block(1))
     kept.flush({1: 1})
     kept.save(2, 1, block(2))
-    write = states.write
+    write = files.write
 
     def half(descriptor: int, parts: Any, offset: int) -> None:
         write(descriptor, [b"".join(parts)[:500]], offset)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(states, "write", half)
+        patch.setattr(files, "write", half)
         with pytest.raises(OSError, match="No space"):
             kept.flush({1: 1, 2: 1})
     kept.flush({1: 1, 2: 1})
@@ -234,8 +234,8 @@ def test_a_move_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(states, "write", full)
-        with pytest.raises(OSError, match="No space"):
+        patch.setattr(files, "write", full)
+        with pytest.raises(RunError, match=r"^Client states can't be written: No space left on device\. Make room"):
             kept.retain({0: 1, 1: 1})
     assert [number(kept.load(client, 1)) for client in (0, 1)] == [0, 1]
     kept.save(2, 2, block(22))

@@ -153,6 +153,20 @@ def test_files_are_kept_as_long_as_a_kept_checkpoint_names_them(
     assert seen[-1] != seen[0]
 
 
+def test_a_resumed_run_keeps_the_files_of_the_checkpoint_before(folder: Path, opened: Store) -> None:
+    """Each process writes to a file of its own; what only the older checkpoint names must outlive a resume."""
+    versions = advance(opened, 1, 0)
+    opened.close()
+    with closing(Store(folder)) as again:
+        again.restore()
+        versions = advance(again, 2, 0, versions=versions)
+    with closing(Store(folder)) as once_more:
+        assert once_more.restore() is not None
+        once_more.retain(versions)
+    flip(folder / "checkpoint-000002")
+    assert restored(folder) == (1, {0: 1.0})
+
+
 def restored_copy(folder: Path, without: str = "") -> Any:
     """What a process would find that came after this moment, perhaps without the newest checkpoint."""
     copy = folder.parent / "copy"

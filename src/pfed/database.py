@@ -61,7 +61,10 @@ class Database:
             _apply(self._db, entry)
             return
         before = self._journal.end
-        self._journal.add(entry)
+        try:
+            self._journal.add(entry)
+        except OSError as error:
+            raise sqlite3.OperationalError(str(error.strerror)) from error
         try:
             _apply(self._db, entry)
         except sqlite3.Error:
@@ -89,7 +92,7 @@ class Database:
         meant = self._replayed(entries)
         found, fault = self._open(path) if there else (None, "it is missing")
         if found is not None:
-            if _caught_up(found, entries) and _version(found) == VERSION and _contents(found) == _contents(meant):
+            if _agree(found, meant, entries):
                 return found
             found.close()
             fault = "its rows are not those that were written"
@@ -168,14 +171,14 @@ def _applied(db: sqlite3.Connection) -> int:
     return int(row[0]) if row else 0
 
 
-def _caught_up(db: sqlite3.Connection, entries: list[Entry]) -> bool:
-    """Write what the process that died did not; False if that can't be done."""
+def _agree(found: sqlite3.Connection, meant: sqlite3.Connection, entries: list[Entry]) -> bool:
+    """Whether the file holds what the journal says, once what a process that died did not write is made up for."""
     try:
-        for entry in entries[_applied(db) :]:
-            _apply(db, entry)
-    except (sqlite3.DatabaseError, ValueError):
+        for entry in entries[_applied(found) :]:
+            _apply(found, entry)
+        return _version(found) == VERSION and _contents(found) == _contents(meant)
+    except (sqlite3.DatabaseError, ValueError, TypeError):  # what a damaged file may hold
         return False
-    return True
 
 
 def _contents(db: sqlite3.Connection) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pfed import files
+
 
 class Journal:
     """One file, open for appending. Entries are in the file when `add` returns, and on the disk after `flush`."""
@@ -39,7 +41,7 @@ class Journal:
 
     def add(self, entry: Any) -> None:
         line = _line(entry)
-        os.pwrite(self._file, line, self.end)
+        files.write(self._file, [line], self.end)
         self.end += len(line)
 
     def cut(self, end: int) -> None:

@@ -7,19 +7,20 @@ no longer needed, what is needed moves to a new file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import tempfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pfed import wire
+from pfed import files, wire
 from pfed.errors import RunError
 from pfed.wire import State
 
@@ -68,7 +69,8 @@ class ClientStates:
             self._memory.move_to_end(key)
             return self._memory[key]
         state = self._read(key)
-        self._hold(key, state)
+        with _written():
+            self._hold(key, state)
         return state
 
     def save(self, client: int, version: int, state: State) -> None:
@@ -76,7 +78,8 @@ class ClientStates:
         key = client, version
         self._places.pop(key, None)
         if state:
-            self._hold(key, state)
+            with _written():
+                self._hold(key, state)
         else:
             self._drop(key)
             self._places[key] = NOWHERE
@@ -89,7 +92,8 @@ class ClientStates:
         self._places = {key: place for key, place in self._places.items() if key in kept}
         live = sum(place.length for place in self._places.values())
         if sum(self._ends.values()) > 2 * live + FLOOR:
-            self._move()
+            with _written():
+                self._move()
 
     def flush(self, versions: Mapping[int, int]) -> None:
         """These versions are on disk after this."""
@@ -189,7 +193,7 @@ class ClientStates:
     def _put(self, parts: list[bytes | memoryview]) -> None:
         """Write at the end; the end moves only when all is written, so that a failure leaves no hole."""
         end = self._ends[self._active]
-        write(self._files[self._active], parts, end)
+        files.write(self._files[self._active], parts, end)
         self._ends[self._active] = end + sum(map(len, parts))
         self._unsynced = True
 
@@ -200,7 +204,7 @@ class ClientStates:
             assert self._folder is not None
             self._files[segment] = os.open(path(self._folder, segment), os.O_RDONLY)
             self._ends[segment] = os.fstat(self._files[segment]).st_size
-        data = read(self._files[segment], length, offset)
+        data = files.read(self._files[segment], length, offset)
         if len(data) < max(length, HEAD.size):
             raise ValueError(f"the state of client {key[0]} is cut short")
         mark, checksum, *owner, size = HEAD.unpack_from(data)
@@ -218,6 +222,17 @@ class ClientStates:
             raise RunError(f"A stored state can't be read: {error}. 'pfed resume' goes on from a good one.") from error
 
 
+@contextlib.contextmanager
+def _written() -> Iterator[None]:
+    """An error of the disk inside stops the run with one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"Client states can't be written: {error.strerror}. Make room and go on with 'pfed resume'."
+        ) from error
+
+
 def size(tree: object) -> int:
     """The memory that a state takes, about: its tensors, and something for the rest."""
     if isinstance(tree, Tensor):
@@ -232,27 +247,3 @@ def path(folder: Path, segment: int) -> Path:
 def numbers(folder: Path) -> list[int]:
     """The segments that are there."""
     return sorted(int(found.name[7:]) for found in folder.glob("states-??????"))
-
-
-def write(descriptor: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
-    """All parts one after another, from an offset on."""
-    waiting = [memoryview(part).cast("B") for part in parts if len(part)]
-    while waiting:
-        done = os.pwritev(descriptor, waiting[:512], offset)
-        offset += done
-        while waiting and done >= len(waiting[0]):
-            done -= len(waiting.pop(0))
-        if done:
-            waiting[0] = waiting[0][done:]
-
-
-def read(descriptor: int, length: int, offset: int = 0) -> bytearray:
-    """So many bytes from an offset on, or what there is."""
-    data = bytearray(length)
-    view, done = memoryview(data), 0
-    while done < length:
-        count = os.preadv(descriptor, [view[done:]], offset + done)
-        if not count:
-            return data[:done]
-        done += count
-    return data

@@ -110,23 +110,23 @@ class Store:
 
     def restore(self) -> Checkpoint | None:
         """The newest checkpoint that is whole; damaged ones are told of and deleted."""
-        found = self._checkpoints()
+        found, good = self._checkpoints(), None
         for number, path in reversed(found):
             try:
                 tree = _read(path)
+                if good is None:
+                    self.states.restore(tree["clients"])
                 self._named[number] = set(tree["clients"][:, 2].tolist()) - {0}
-                self.states.restore(tree["clients"])
             except (OSError, ValueError, KeyError) as error:
                 then = "the run begins anew" if number == found[0][0] else "the one before is used"
                 text = f"The checkpoint of round {number} is damaged ({error}); {then}."
                 self.record.event(number, "damaged checkpoint", text)
                 warnings.warn(f"Run {self.run!r}: {text[0].lower()}{text[1:]}", stacklevel=2)
                 path.unlink(missing_ok=True)
-                self._named.pop(number, None)
                 continue
             versions = {client: version for client, version, *_ in tree["clients"].tolist()}
-            return Checkpoint(tree["round"], tree["calls"], tree["server"], versions)
-        return None
+            good = good or Checkpoint(tree["round"], tree["calls"], tree["server"], versions)
+        return good
 
     def rewind(self, round: int) -> None:
         """Forget all checkpoints of later rounds."""
@@ -215,7 +215,7 @@ def create(runs: Path, stem: str, cap: int = CAP) -> Store:
 def find(runs: Path, run: str) -> Path:
     """The folder of a run by name, or by path."""
     path = Path(run)
-    if (path / RECORD).is_file():
+    if any((path / name).is_file() for name in (RECORD, JOURNAL)):
         return path
     known = [folder.name for folder in folders(runs)]
     if run not in known:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from pfed import states, wire
+from pfed import files, wire
 from pfed.engines.base import Call, Failure, Reply, States
 from pfed.errors import RunError, UserError
 from pfed.runner import Runner
@@ -207,11 +207,11 @@ class Mailbox:
 
     def put(self, parts: Sequence[bytes | memoryview]) -> int:
         """Write these one after another; how many bytes they are."""
-        states.write(self._file, parts, 0)
+        files.write(self._file, parts, 0)
         return sum(map(len, parts))
 
     def copy(self, start: int, length: int) -> bytearray:
-        return states.read(self._file, length, start)
+        return files.read(self._file, length, start)
 
     def view(self, length: int) -> mmap.mmap:
         """The first bytes without a copy."""
