@@ -14,7 +14,7 @@ from pfed import Experiment, Federation, Result, Samples, Tensors, anatomy, wire
 from pfed.data.base import ClientData, union
 from pfed.engines import engine
 from pfed.engines.base import Call, Engine, Failure, Reply, States
-from pfed.method import Method
+from pfed.method import Method, step
 from pfed.pool import Spec
 from pfed.runner import Runner
 from pfed.wire import Payload, State
@@ -120,6 +120,58 @@ def run(method: str | Method, data: Federation, model: Any = mlp, **options: Any
     states = {client: session.store.states.load(client, v) for client, v in session.exchange.versions.items()}
     personal = {client: anatomy.snapshot(experiment.model(client)) for client in session.clients}
     return Run(result, wire.copy_tree(session.server), wire.copy_tree(states), personal, watched[0].messages)
+
+
+@dataclass(frozen=True)
+class Probe(Method):
+    """A method whose step is whatever a test wants."""
+
+    def round(self, server: Any, cohort: Any) -> None:
+        server["replies"] = dict(cohort.call(self.update, **self.download(server)))
+
+    @step
+    def update(self, client: Any, params: Any) -> Any:
+        return BEHAVIOUR[0](client, params)
+
+    def predictor(self, client: Any, params: Any) -> Any:
+        return client.model(params)
+
+
+BEHAVIOUR: list[Any] = [None]  # what a probe does with a client and what it got
+
+
+def probe(data: Federation, behaviour: Any, engine: str = "serial", **options: Any) -> Experiment:
+    """A run of one round in which every client does this."""
+    BEHAVIOUR[0] = behaviour
+    model = "mlp" if data.shape == (1, 8, 8) else mlp
+    return Experiment(Probe(), data, model, **{"rounds": 1, "engine": engine, **options})
+
+
+def replies(experiment: Experiment) -> dict[int, Any]:
+    """What the clients of a probe answered in its last round."""
+    assert experiment.session is not None
+    found: dict[int, Any] = experiment.session.server["replies"]
+    return found
+
+
+TYPED_IN = """
+@dataclass(frozen=True)
+class Mine(Method):
+    def round(self, server, cohort):
+        server["params"] = cohort.mean(self.update, "params", **self.download(server))
+
+    @step
+    def update(self, client, params):
+        model = client.model(params)
+        client.fit(model)
+        return {"params": client.share(model)}
+
+    def predictor(self, client, params):
+        return client.model(params)
+
+def found(engine):
+    return Experiment(Mine(), "digits", "cnn-small", clients=4, rounds=2, engine=engine).run().metrics
+"""  # a method that is in no file which another process could import
 
 
 def initial(model: Callable[[], nn.Module] = mlp, seed: int = 0, shape: tuple[int, ...] = (4,)) -> Tensors:

@@ -8,39 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import BEHAVIOUR, Probe, probe, replies
 
 from pfed import Each, Experiment, Federation, Method, RunError, Tensors, UserError, compare, step
 from pfed.engines.debug import StepError
 
-
-@dataclass(frozen=True)
-class Probe(Method):
-    """A method whose step is whatever a test wants."""
-
-    def round(self, server: Any, cohort: Any) -> None:
-        server["replies"] = dict(cohort.call(self.update, **self.download(server)))
-
-    @step
-    def update(self, client: Any, params: Any) -> Any:
-        return BEHAVIOUR[0](client, params)
-
-    def predictor(self, client: Any, params: Any) -> Any:
-        return client.model(params)
-
-
-BEHAVIOUR: list[Any] = [None]
 every_engine = pytest.mark.parametrize("engine", ["serial", "processes"])
-
-
-def probe(tiny: Federation, behaviour: Any, engine: str = "serial", **options: Any) -> Experiment:
-    BEHAVIOUR[0] = behaviour
-    return Experiment(Probe(), tiny, "mlp", rounds=1, engine=engine, **options)
-
-
-def replies(experiment: Experiment) -> dict[int, Any]:
-    assert experiment.session is not None
-    found: dict[int, Any] = experiment.session.server["replies"]
-    return found
 
 
 def test_debug_catches_a_change_of_what_was_received(tiny: Federation) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from textwrap import dedent
 
 import pytest
+from helpers import TYPED_IN
 
 nbclient = pytest.importorskip("nbclient", reason="needs a notebook: pip install 'pfed[notebook]', or make test-all")
 nbformat = pytest.importorskip("nbformat")
@@ -21,26 +22,8 @@ CELLS = [
     torch.set_num_threads(2)
     (torch.ones(600, 600) @ torch.ones(600, 600)).sum();
     """,
+    TYPED_IN,
     """
-    @dataclass(frozen=True)
-    class Mine(Method):
-        def round(self, server, cohort):
-            server["params"] = cohort.mean(self.update, "params", **self.download(server))
-
-        @step
-        def update(self, client, params):
-            print("a client prints")
-            model = client.model(params)
-            client.fit(model)
-            return {"params": client.share(model)}
-
-        def predictor(self, client, params):
-            return client.model(params)
-    """,
-    """
-    def found(engine):
-        return Experiment(Mine(), "digits", "cnn-small", clients=4, rounds=2, engine=engine).run().metrics
-
     assert found("processes") == found("serial")
     "the same"
     """,

@@ -14,44 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, blobs, mlp
+from helpers import BEHAVIOUR, TYPED_IN, Probe, assert_same, blobs, probe, replies
 
-from pfed import Experiment, Federation, Method, RunError, Tensors, step
+from pfed import Experiment, Federation, RunError, Tensors
 from pfed.engines import processes
 from pfed.engines.processes import AHEAD, Mailbox, Processes
 
-Behaviour = Any  # of a client and what it got
 
-
-@dataclass(frozen=True)
-class Probe(Method):
-    """A method whose step is whatever a test wants."""
-
-    def round(self, server: Any, cohort: Any) -> None:
-        server["replies"] = dict(cohort.call(self.update, **self.download(server)))
-
-    @step
-    def update(self, client: Any, params: Any) -> Any:
-        return BEHAVIOUR[0](client, params)
-
-    def predictor(self, client: Any, params: Any) -> Any:
-        return client.model(params)
-
-
-BEHAVIOUR: list[Behaviour] = [None]
-
-
-def probe(data: Federation, behaviour: Behaviour, workers: int = 2, **options: Any) -> Experiment:
-    BEHAVIOUR[0] = behaviour
-    model = "mlp" if data.shape == (1, 8, 8) else mlp
-    settings = {"rounds": 1, "engine": "processes", "workers": workers, "eval_every": 0, **options}
-    return Experiment(Probe(), data, model, **settings)
-
-
-def replies(experiment: Experiment) -> dict[int, Any]:
-    assert experiment.session is not None
-    found: dict[int, Any] = experiment.session.server["replies"]
-    return found
+def parallel(data: Federation, behaviour: Any, workers: int = 2, **options: Any) -> Experiment:
+    """A probe on workers, judged at the end only."""
+    return probe(data, behaviour, **{"engine": "processes", "workers": workers, "eval_every": 0, **options})
 
 
 def children() -> set[int]:
@@ -96,7 +68,7 @@ def test_the_number_of_workers_makes_no_difference(tiny: Federation, workers: in
 
 def test_clients_run_in_other_processes_and_share_them(tiny: Federation) -> None:
     """Two workers for four clients, and none of them is this process; evaluation uses the same ones."""
-    experiment = probe(tiny, lambda client, params: {"pid": os.getpid(), "threads": torch.get_num_threads()})
+    experiment = parallel(tiny, lambda client, params: {"pid": os.getpid(), "threads": torch.get_num_threads()})
     experiment.run()
     found = replies(experiment)
     assert len({reply["pid"] for reply in found.values()} - {os.getpid()}) == 2
@@ -118,7 +90,7 @@ def test_workers_live_as_long_as_the_run(tiny: Federation) -> None:
 
 def test_no_more_workers_than_clients_and_one_per_core_unless_told(tiny: Federation) -> None:
     assert processes.cores() == len(os.sched_getaffinity(0)) or Path("/sys/fs/cgroup/cpu.max").exists()
-    experiment = probe(tiny, lambda client, params: {"pid": os.getpid()}, workers=50)
+    experiment = parallel(tiny, lambda client, params: {"pid": os.getpid()}, workers=50)
     experiment.run()
     assert len({reply["pid"] for reply in replies(experiment).values()}) <= 4
 
@@ -140,7 +112,7 @@ def test_a_client_that_changes_what_it_got_changes_it_for_itself(tiny: Federatio
             tensor.add_(1)
         return {"sum": before}
 
-    experiment = probe(tiny, careless, workers=1)
+    experiment = parallel(tiny, careless, workers=1)
     experiment.run()
     assert len({reply["sum"] for reply in replies(experiment).values()}) == 1
 
@@ -153,7 +125,7 @@ def test_large_and_growing_messages(tiny: Federation) -> None:
         client.state["big"] = torch.full((2_000_000 // client.round,), float(client.id))
         return {"x": torch.full((1_000_000 * (client.id + 1),), float(client.id)), "had": before is not None}
 
-    experiment = probe(tiny, update, rounds=3)
+    experiment = parallel(tiny, update, rounds=3)
     experiment.run()
     found = replies(experiment)
     assert {client: tuple(reply["x"].unique().tolist()) for client, reply in found.items()} == {
@@ -173,7 +145,7 @@ def test_nobody_runs_far_ahead_of_the_slowest(tmp_path: Path) -> None:
         (tmp_path / str(client.id)).touch()
         return {"before": 0}
 
-    experiment = probe(blobs([5] * 40), update)
+    experiment = parallel(blobs([5] * 40), update)
     experiment.run()
     assert 1 <= replies(experiment)[0]["before"] <= 2 * AHEAD
     assert sorted(replies(experiment)) == list(range(40))
@@ -192,7 +164,7 @@ def test_a_worker_that_dies_is_replaced_and_its_client_tried_again(tiny: Federat
         dies(client, False, tmp_path)
         return {"seen": client.state["seen"]}
 
-    experiment = probe(tiny, update, rounds=2)
+    experiment = parallel(tiny, update, rounds=2)
     result = experiment.run()
     assert (tmp_path / "died").exists()
     assert result.events == []
@@ -215,7 +187,7 @@ def test_a_client_that_kills_its_worker_twice_has_failed(tiny: Federation, end: 
             end()
         return {"id": client.id}
 
-    experiment = probe(tiny, update)
+    experiment = parallel(tiny, update)
     result = experiment.run()
     assert sorted(replies(experiment)) == [0, 1, 3]
     assert [(event["client"], event["kind"], event["text"]) for event in result.events] == [
@@ -228,7 +200,7 @@ def test_too_few_left_stop_the_run(tiny: Federation) -> None:
         os._exit(3)
 
     with pytest.raises(RunError, match=r"0 clients answered, min_clients is 1\. Client client-0: the process that ran"):
-        probe(tiny, update).run()
+        parallel(tiny, update).run()
 
 
 def test_a_worker_that_is_killed_while_idle_is_replaced(tiny: Federation) -> None:
@@ -252,7 +224,7 @@ def test_a_bug_in_a_method_shows_its_traceback(tiny: Federation) -> None:
         raise KeyError("my bug")
 
     with pytest.raises(RunError, match="update raised KeyError") as caught:
-        probe(tiny, broken).run()
+        parallel(tiny, broken).run()
     assert "in broken" in str(caught.value)
 
 
@@ -262,7 +234,7 @@ def test_what_cannot_be_stored_is_a_failure(tiny: Federation) -> None:
         return {}
 
     for engine in ("serial", "processes"):
-        result = probe(tiny, update, engine=engine).run()
+        result = parallel(tiny, update, engine=engine).run()
         assert [(event["client"], event["text"]) for event in result.events] == [
             (1, "update raised TypeError: list can't be stored or sent; use tensors, numbers, texts and dicts of them.")
         ]
@@ -291,7 +263,7 @@ def test_an_error_of_the_server_stops_the_workers(tiny: Federation) -> None:
 
 def test_an_engine_that_was_not_used_starts_nothing(tiny: Federation, tmp_path: Path) -> None:
     """As for a run that is complete."""
-    experiment = probe(tiny, lambda client, params: {})
+    experiment = parallel(tiny, lambda client, params: {})
     folder = tmp_path / experiment.run(tmp_path).run
 
     def nobody(*_: Any) -> None:
@@ -299,7 +271,7 @@ def test_an_engine_that_was_not_used_starts_nothing(tiny: Federation, tmp_path: 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Processes, "_fork", nobody)
-        probe(tiny, lambda client, params: {}).resume(folder)
+        parallel(tiny, lambda client, params: {}).resume(folder)
 
 
 def test_a_system_that_allows_no_more_processes(tiny: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +280,7 @@ def test_a_system_that_allows_no_more_processes(tiny: Federation, monkeypatch: p
 
     monkeypatch.setattr(os, "fork", refuse)
     with pytest.raises(RunError, match=r"^A worker process can't be started: Resource temporarily unavailable\.$"):
-        probe(tiny, lambda client, params: {}).run()
+        parallel(tiny, lambda client, params: {}).run()
 
 
 def test_a_mailbox_is_private_to_the_reader() -> None:
@@ -332,25 +304,9 @@ torch.set_num_threads(2)
 (torch.ones(600, 600) @ torch.ones(600, 600)).sum()
 
 from pfed import Experiment, Method, step
-
-@dataclass(frozen=True)
-class Mine(Method):
-    def round(self, server, cohort):
-        server["params"] = cohort.mean(self.update, "params", **self.download(server))
-
-    @step
-    def update(self, client, params):
-        model = client.model(params)
-        client.fit(model)
-        return {"params": client.share(model)}
-
-    def predictor(self, client, params):
-        return client.model(params)
-
-def accuracy(engine):
-    return Experiment(Mine(), "digits", "cnn-small", clients=4, rounds=2, engine=engine).run().metrics
-
-assert accuracy("processes") == accuracy("serial")
+"""
+CHECK = """
+assert found("processes") == found("serial")
 print("the same")
 """
 
@@ -359,5 +315,7 @@ def test_a_method_that_was_typed_in_and_threads_before() -> None:
     """The class is in no file that another process could import."""
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     command = [sys.executable, "-"]
-    done = subprocess.run(command, input=SCRIPT, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(
+        command, input=SCRIPT + TYPED_IN + CHECK, capture_output=True, text=True, timeout=120, env=environment
+    )
     assert (done.stdout, done.stderr) == ("the same\n", "")
