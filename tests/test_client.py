@@ -13,9 +13,10 @@ from pfed import BACKBONE, HEAD, NORM, Federation, Tensors, features, head, para
 from pfed.anatomy import marks, of
 from pfed.client import Client, schedule
 from pfed.config import Local, RunOptions
-from pfed.forward import Batch, Cache, quiet
+from pfed.forward import Batch, quiet
 from pfed.models import build
 from pfed.pool import Pool
+from pfed.shortcuts import Shortcuts
 from pfed.tasks.classification import Classification, crop_flip, flip
 
 
@@ -198,13 +199,14 @@ class Scaled(nn.Module):
 def test_features_are_computed_once_only_where_that_is_exact(
     tiny: Federation, model: Any, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used: list[int] = []
-    original = Cache.features
-    monkeypatch.setattr(Cache, "features", lambda *args: used.append(1) or original(*args))
+    used: list[bool] = []
+    original = Shortcuts.of
+    monkeypatch.setattr(Shortcuts, "of", lambda *args: used.append((found := original(*args)) is not None) or found)
     client = make(tiny, "cnn-small")
     client.pool = Pool([build(model, classes=10, shape=(1, 8, 8)) if isinstance(model, str) else model()])
     client.fit(client.model(), only=HEAD, epochs=2)
-    assert bool(used) == cached
+    assert set(used) == {cached}
+    assert bool(client.notes) != cached
 
 
 def test_shortcuts_agree_with_the_long_way(tiny: Federation) -> None:

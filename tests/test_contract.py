@@ -93,6 +93,21 @@ def test_engines_agree(method: str, model: str, tiny: Federation) -> None:
 
 @every_method
 @every_model
+def test_shortcuts_agree_with_the_long_way(method: str, model: str, tiny: Federation) -> None:
+    """What is frozen is computed once, or at each pass: up to the order of sums the same comes out."""
+    local = {**LOCAL, "lr": 0.01, "epochs": 2}
+    one, two = (
+        flat(states(run(short(method, tiny, model, rounds=1, local=local, exact_shortcuts=exact))))
+        for exact in (True, False)
+    )
+    assert one.keys() == two.keys()
+    for name in one:
+        if isinstance(one[name], Tensor):
+            torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
+
+
+@every_method
+@every_model
 def test_resume_is_exact(method: str, model: str, tiny: Federation, tmp_path: Path) -> None:
     """Going on from the middle ends in the same bits as never having stopped."""
     straight = run(short(method, tiny, model, rounds=4, checkpoint_every=2), tmp_path)

@@ -17,9 +17,10 @@ from pfed import anatomy, streams
 from pfed.anatomy import ALL, HEAD, NONE, Part
 from pfed.config import Local, RunOptions
 from pfed.data.base import ClientData, Samples
-from pfed.forward import Batch, Cache
+from pfed.forward import Batch
 from pfed.pool import Pool
 from pfed.sgd import SGD
+from pfed.shortcuts import Phase, Shortcuts
 from pfed.tasks import Task
 from pfed.tensors import Tensors
 from pfed.wire import State
@@ -63,11 +64,13 @@ class Client:
     fitted: nn.Module | Mapping[str, nn.Module] | None = None
     streams_used: set[str] = field(default_factory=set)
     records: dict[str, float] = field(default_factory=dict)
+    notes: set[str] = field(default_factory=set)  # for whoever reads the results, said once in a run
 
     def __post_init__(self) -> None:
         self.loss: Loss = self.task.loss
         self._sums: dict[str, tuple[float, int]] = {}
         self._augment = self.task.augment(self.options.augment)
+        self._shortcuts = Shortcuts(self.data.train, self._steady, self._no_shortcut)
 
     @property
     def n(self) -> int:
@@ -212,7 +215,7 @@ class Client:
         memory = memory or stream
         sgd = self.sgd(anatomy.trainable(model, anatomy.of(names)), memory)
         optimizers = [opt or sgd, *extra]
-        cache = self._cache(model, names)
+        phase = self._phase(model, names, epochs, steps)
         drop_single = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
         total, done, epoch = 0.0, 0, 0
         with streams.torch_scope(self.options.seed, "dropout", self.id, self.round, stream):
@@ -220,7 +223,7 @@ class Client:
                 if batch.epoch > epoch and each_epoch is not None:
                     each_epoch(model)
                 epoch = batch.epoch
-                batch.cache = cache
+                batch.phase = phase
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 value = loss(model, batch)
@@ -246,13 +249,25 @@ class Client:
         kept = self.state.get("momentum", {}).get(memory) if self.keeps_optimizer else None
         return SGD(params, self.lr, local.momentum, local.nesterov, local.weight_decay, kept)
 
-    def _cache(self, model: nn.Module, names: frozenset[str]) -> Cache | None:
-        """A cache of features where only the head trains and nothing below it depends on chance or the batch."""
-        if not self.options.exact_shortcuts or self._augment is not None or self.n == 0:
+    def _phase(self, model: nn.Module, names: frozenset[str], epochs: int | None, steps: int | None) -> Phase | None:
+        """What the batches of a phase may look up; None where that would be wrong, or more work than it saves."""
+        seen = self.n * epochs if epochs is not None else math.inf
+        if steps is not None:
+            seen = min(seen, steps * self.local.batch_size)
+        if not self.options.exact_shortcuts or not 0 < self.n <= seen:
             return None
-        if not names <= HEAD.names(model) or not self.pool.steady(model, self.data.train.take(slice(0, 2))[0]):
+        head_only = names <= HEAD.names(model)
+        if self._augment is not None:
+            if head_only and seen > self.n:
+                self._no_shortcut("the inputs are augmented")
             return None
-        return Cache(lambda: self._all[0], [model])
+        return Phase(self._shortcuts, model, head_only, again=seen > self.n)
+
+    def _steady(self, model: nn.Module) -> bool:
+        return self.pool.steady(model, lambda: self.data.train.take(slice(0, 2))[0])
+
+    def _no_shortcut(self, why: str) -> None:
+        self.notes.add(f"features of frozen parts are computed again in every epoch: {why}")
 
 
 def _set_modes(model: nn.Module, names: frozenset[str], frozen: Literal["eval", "train"]) -> None:

@@ -35,6 +35,7 @@ class Ledger:
     participants: set[int] = field(default_factory=set)
     samples: int = 0
     simulated: float = 0.0  # seconds
+    notes: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -91,6 +92,7 @@ class Exchange:
             self.versions[client] = self.calls
             self.ledger.participants.add(client)
             self.ledger.samples += answer.samples
+            self.ledger.notes.update(answer.notes)
             self.ledger.logs.update({(client, name): value for name, value in answer.records.items()})
             yield client, answer
         deadline = self.options.deadline

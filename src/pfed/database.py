@@ -117,7 +117,7 @@ class Database:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")  # it is the journal that must survive a power cut
             db.executescript(COUNTER)
-            (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
         except sqlite3.DatabaseError as error:
             verdict = str(error)
         if verdict == "ok":

@@ -23,8 +23,9 @@ from pfed.cohort import Exchange
 from pfed.config import RunOptions
 from pfed.data.base import Federation, Samples, union
 from pfed.engines.base import POOLED
-from pfed.forward import SLICE, View
+from pfed.forward import View
 from pfed.method import Method
+from pfed.shortcuts import SLICE
 from pfed.tensors import Mean, Tensors
 from pfed.wire import Payload, State
 

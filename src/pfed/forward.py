@@ -1,53 +1,21 @@
 """Running a model on a batch: `model(batch)`, `features(model, batch)`, `head(model, z)`.
 
-All three consult the phase's cache by `batch.index`, so that what is frozen is computed once without any code in a
-method (exact shortcuts).
+All three look up by `batch.index` what the phase knows already, so that what is frozen is computed once without any
+code in a method (exact shortcuts).
 """
 
 from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfed import anatomy
-
-SLICE = 512  # rows per forward pass where no gradient is needed
-
-
-@dataclass
-class Cache:
-    """Features of frozen modules over all of a client's examples, made at first use."""
-
-    examples: Callable[[], Tensor]  # all inputs in order
-    frozen: list[nn.Module] = field(default_factory=list)
-    _features: dict[int, Tensor] = field(default_factory=dict)
-    _heads: dict[int, nn.Module] = field(default_factory=dict)
-
-    def output(self, model: nn.Module, index: Tensor) -> Tensor | None:
-        """The model's output by way of its features, if it is one of the frozen ones."""
-        z = self.features(model, index)
-        if z is None:
-            return None
-        if id(model) not in self._heads:
-            self._heads[id(model)] = model.get_submodule(anatomy.head_name(model))
-        out: Tensor = self._heads[id(model)](z)
-        return out
-
-    def features(self, model: nn.Module, index: Tensor) -> Tensor | None:
-        if not any(module is model for module in self.frozen):
-            return None
-        if id(model) not in self._features:
-            with torch.no_grad():
-                x = self.examples()
-                parts = [anatomy.features(model, x[i : i + SLICE]) for i in range(0, len(x), SLICE)]
-            self._features[id(model)] = torch.cat(parts)
-        return self._features[id(model)][index]
+from pfed.shortcuts import Phase
 
 
 @dataclass
@@ -59,14 +27,14 @@ class Batch:
     index: Tensor
     step: int = 0
     epoch: int = 0
-    cache: Cache | None = None
+    phase: Phase | None = None  # None: nothing is known to stay as it is
 
 
 def features(model: nn.Module, batch: Batch | Tensor) -> Tensor:
     """The input of the head."""
     if isinstance(batch, Tensor):
         return anatomy.features(model, batch)
-    cached = batch.cache.features(model, batch.index) if batch.cache else None
+    cached = batch.phase.features(model, batch.index) if batch.phase else None
     return anatomy.features(model, batch.x) if cached is None else cached
 
 
@@ -108,7 +76,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 def _forward(self: nn.Module, batch: Batch | Tensor) -> Tensor:
     if isinstance(batch, Batch):
-        cached = batch.cache.output(self, batch.index) if batch.cache else None
+        cached = batch.phase.output(self, batch.index) if batch.phase else None
         if cached is not None:
             return cached
         batch = batch.x

@@ -100,13 +100,16 @@ class Pool:
             self._free[kind].append(module)
         self._lent.clear()
 
-    def steady(self, model: nn.Module, x: Tensor) -> bool:
+    def steady(self, model: nn.Module, few: Callable[[], Tensor]) -> bool:
         """Whether features may be computed once: no chance, no batch statistics, and the head has the last word."""
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()):
             return False
         modes = tuple(module.training for module in model.modules())
-        kind = next(kind for kind, lent in self._lent if lent is model)
+        kind = next((kind for kind, lent in self._lent if lent is model), None)
+        if kind is None:
+            return False
         if (kind, modes) not in self._steady:
+            x = few()
             with torch.no_grad(), streams.torch_scope(0, "steady"):
                 now = anatomy.features(model, x)
                 model.eval()

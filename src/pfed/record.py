@@ -76,6 +76,7 @@ class Record:
             "logs": [[round, client, name, value] for (client, name), value in ledger.logs.items()],
             "events": [_event(round, client, f.kind, f.reason) for client, f in ledger.failures.items()],
         }
+        rows["events"] += [_event(round, POOLED, "note", text) for text in sorted(ledger.notes)]
         if evaluation is not None:
             rows["metrics"] = [[round, client, metric, value] for (client, metric), value in evaluation.clients.items()]
             rows["metrics"] += [[round, POOLED, metric, value] for metric, value in evaluation.overall.items()]

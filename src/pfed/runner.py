@@ -70,4 +70,4 @@ class Runner:
         wire.check_tree(client.state)
         wire.check_types(answer, f"The reply of {type(self.method).__name__}.{step}")
         weight = 0.0 if client.starved else float(client.n)
-        return Reply(answer, weight, client.samples, client.records), client
+        return Reply(answer, weight, client.samples, client.records, client.notes), client

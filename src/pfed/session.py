@@ -42,6 +42,7 @@ class Session:
         self.done = restored or Checkpoint(-1, server=method.init(pool.template(POOLED)))
         self.server = self.done.server
         self.exchange.versions, self.exchange.calls = dict(self.done.versions), self.done.calls
+        self._said = {event["text"] for event in store.record.events() if event["kind"] == "note"}
 
     def run(self, progress: Progress) -> None:
         """All rounds that are not done yet. Whatever stops it, a checkpoint of the last whole round is left."""
@@ -53,6 +54,8 @@ class Session:
                 self._act(t)
                 seconds = time.perf_counter() - started
                 evaluation = self._evaluate(self.server, t, final=t == self.last) if self._judges(t) else None
+                self.exchange.ledger.notes -= self._said
+                self._said |= self.exchange.ledger.notes
                 self.store.record.add_round(t, seconds, self.exchange.ledger, evaluation)
                 versions = dict(self.exchange.versions)
                 self.done = Checkpoint(t, self.exchange.calls, wire.copy_tree(self.server), versions)

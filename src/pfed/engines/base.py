@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -36,6 +36,7 @@ class Reply:
     weight: float = 0.0  # training samples; 0 if it could not train
     samples: int = 0  # trained on in this step
     records: Mapping[str, float] = field(default_factory=dict)
+    notes: Collection[str] = ()  # to be said once in a run
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Debug:
             self._claim_streams(call, client, after.streams_used, where)
             self._states.save(client, call.version, wire.decode(wire.encode(after.state)))
         answer: Payload = wire.decode(wire.encode(reply.payload))
-        return Reply(answer, reply.weight, reply.samples, reply.records)
+        return Reply(answer, reply.weight, reply.samples, reply.records, reply.notes)
 
     def _claim_streams(self, call: Call, client: int, used: set[str], where: str) -> None:
         for stream in sorted(used):

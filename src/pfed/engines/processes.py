@@ -100,7 +100,7 @@ class Processes:
             return Failure("error", *found["failure"])
         if call.version is not None:
             self._states.save(client, call.version, wire.decode(state))
-        return Reply(wire.decode(payload), found["weight"], found["samples"], found["records"])
+        return Reply(wire.decode(payload), found["weight"], found["samples"], found["records"], found["notes"])
 
     def _fork(self) -> Worker:
         worker = Worker(self._runner, self._common, [worker.connection for worker in self._workers])
@@ -274,7 +274,8 @@ def _do(runner: Runner, job: dict[str, Any], common: Mailbox, inbox: Mailbox) ->
     except Exception as error:
         failure = Failure.of(error, job["step"])
         return {"failure": [failure.reason, failure.detail]}, [b"", b""]
-    return {"weight": reply.weight, "samples": reply.samples, "records": dict(reply.records)}, parts
+    found = {"weight": reply.weight, "samples": reply.samples, "records": dict(reply.records)}
+    return {**found, "notes": sorted(reply.notes)}, parts
 
 
 def cores() -> int:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from pfed import metrics
 from pfed.data.base import Samples
-from pfed.forward import SLICE, Batch
+from pfed.forward import Batch
+from pfed.shortcuts import SLICE
 from pfed.tasks import Augment
 
 
