@@ -345,12 +345,12 @@ def test_killed_at_random_moments(tmp_path: Path, scaffold: Path, straight: Stra
     """Again and again, also while the run is being resumed; with processes no worker survives its parent."""
     expected = straight(method)
     moments = random.Random(f"{method} {engine}")
-    argv = command(method, scaffold, tmp_path / "runs", *ENGINES[engine])
+    begin = command(method, scaffold, tmp_path / "runs", *ENGINES[engine])
     began = time.monotonic()
     first = started(command(method, scaffold, tmp_path / "timed", *ENGINES[engine]), tmp_path)
     assert ended(first, tmp_path) == 0
     whole = time.monotonic() - began
-    kills = 0
+    argv, kills = begin, 0
     while kills < 6:
         process = started(argv, tmp_path)
         assert process.pid is not None
@@ -365,7 +365,7 @@ def test_killed_at_random_moments(tmp_path: Path, scaffold: Path, straight: Stra
         if code == 0:  # it was faster than its death: from the beginning
             shutil.rmtree(tmp_path / "runs")
             found = []
-        argv = ["resume", found[-1].name, "--runs", str(tmp_path / "runs")] if found else argv
+        argv = ["resume", found[-1].name, "--runs", str(tmp_path / "runs")] if found else begin
     code = ended(started(argv, tmp_path), tmp_path)
     assert code == 0, (tmp_path / "log").read_text()
     finished = [folder for folder in store.folders(tmp_path / "runs") if Result.load(folder).state == "complete"]
