@@ -16,8 +16,7 @@ import pytest
 import torch
 from helpers import BEHAVIOUR, TYPED_IN, Probe, assert_same, blobs, probe, replies
 
-from pfed import Experiment, Federation, RunError, Tensors
-from pfed.engines import processes
+from pfed import Experiment, Federation, RunError, Tensors, machine
 from pfed.engines.processes import AHEAD, Mailbox, Processes
 
 
@@ -89,7 +88,7 @@ def test_workers_live_as_long_as_the_run(tiny: Federation) -> None:
 
 
 def test_no_more_workers_than_clients_and_one_per_core_unless_told(tiny: Federation) -> None:
-    assert processes.cores() == len(os.sched_getaffinity(0)) or Path("/sys/fs/cgroup/cpu.max").exists()
+    assert machine.cores() == len(os.sched_getaffinity(0)) or Path("/sys/fs/cgroup/cpu.max").exists()
     experiment = parallel(tiny, lambda client, params: {"pid": os.getpid()}, workers=50)
     experiment.run()
     assert len({reply["pid"] for reply in replies(experiment).values()}) <= 4
@@ -100,7 +99,7 @@ def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, text: 
     with monkeypatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
         patch.setattr(Path, "read_text", lambda _: text)
-        assert processes.cores() == expected
+        assert machine.cores() == expected
 
 
 def test_a_client_that_changes_what_it_got_changes_it_for_itself(tiny: Federation) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -243,8 +244,13 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 def snapshot(model: nn.Module, part: Part = ALL) -> Tensors:
     """Everything in a part, counters and private tensors too: detached copies."""
-    names = part.names(model)
-    return Tensors({n: t.detach().clone() for n, t in model.state_dict(keep_vars=True).items() if n in names})
+    return _copies(model, part.names(model))
+
+
+def _copies(model: nn.Module, names: frozenset[str]) -> Tensors:
+    """As they would lie in memory after a journey."""
+    live = {n: t.detach() for n, t in model.state_dict(keep_vars=True).items() if n in names}
+    return Tensors({n: t.clone(memory_format=torch.contiguous_format) for n, t in live.items()})
 
 
 def shareable(model: nn.Module, part: Part = ALL) -> frozenset[str]:
@@ -260,8 +266,7 @@ def _travel(model: nn.Module, part: Part) -> frozenset[str]:
 
 def params(model: nn.Module, part: Part = ALL) -> Tensors:
     """What may travel of a part: weights and float buffers, as detached copies."""
-    names = shareable(model, part)
-    return Tensors({n: t.detach().clone() for n, t in model.state_dict(keep_vars=True).items() if n in names})
+    return _copies(model, shareable(model, part))
 
 
 def trainable(model: nn.Module, part: Part = ALL) -> dict[str, Tensor]:

@@ -110,6 +110,7 @@ class RunOptions(SplitOptions):
     representation: bool = option(False, "class separation and CKA of the clients' features at every evaluation")
     external: str | None = option(None, "a data set of a domain that no client has")
     exact_shortcuts: bool = option(True, "compute what is frozen once where that is exact")
+    channels_last: bool = option(True, "how images lie in memory while a network runs: faster on most processors")
     keep_optimizer: bool | None = option(None, "momentum survives between rounds (default: as the method says)")
     checkpoint_every: int = option(10, "rounds between checkpoints (0: only at the end)", ge=0)
 

@@ -203,6 +203,8 @@ class Experiment:
         if len(makers) > 1 and self.method.same_architecture:
             pool.check_same(templates, self.method.label)
         pool.mark(templates, self.options.bn, federation.shape)
+        if self.options.channels_last:
+            pool.channels_last(templates)
         if len(makers) == 1:
             return Pool(templates)
         clients = range(len(federation.clients))

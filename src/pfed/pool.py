@@ -82,9 +82,9 @@ class Pool:
                 if strange := given.keys() - self._initial[kind].keys():
                     raise KeyError(f"the model has no {sorted(strange)[:3]}")
                 values.update(given)
+        live = module.state_dict(keep_vars=True)
         with torch.no_grad():
-            for name, tensor in module.state_dict(keep_vars=True).items():
-                tensor.copy_(values[name])
+            torch._foreach_copy_(list(live.values()), [values[name] for name in live])
         for parameter in module.parameters():
             parameter.grad = None
             parameter.requires_grad_(True)
@@ -137,6 +137,25 @@ def mark(templates: Sequence[nn.Module], bn: str, shape: tuple[int, ...] = ()) -
         marks: Marks = anatomy.marks(template)
         marks.shape = shape
         marks.local = marks.local | policy[bn].names(template) | own
+
+
+def channels_last(templates: Sequence[nn.Module]) -> None:
+    """Let convolutions run with the channels of a pixel side by side, where the rest of a model's code allows it.
+
+    Values and shapes stay as they are. A model that flattens by `view`, for example, does not allow it.
+    """
+    for template in templates:
+        if all(parameter.dim() != 4 for parameter in template.parameters()):
+            continue
+        training = template.training
+        template.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        try:
+            with streams.torch_scope(0, "trial"):
+                template.eval()(torch.zeros(2, *anatomy.marks(template).shape)).sum().backward()
+        except RuntimeError:
+            template.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        template.zero_grad()
+        template.train(training)
 
 
 def check_same(templates: Sequence[nn.Module], method: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+from torch import Tensor
+
 from pfed import streams, wire
 from pfed.client import Client
 from pfed.config import RunOptions
@@ -69,5 +71,6 @@ class Runner:
             self.pool.give_back()
         wire.check_tree(client.state)
         wire.check_types(answer, f"The reply of {type(self.method).__name__}.{step}")
+        answer, client.state = (wire.map_tensors(tree, Tensor.contiguous) for tree in (answer, client.state))
         weight = 0.0 if client.starved else float(client.n)
         return Reply(answer, weight, client.samples, client.records, client.notes), client

@@ -9,7 +9,7 @@ import time
 
 from torch import nn
 
-from pfed import streams, wire
+from pfed import machine, streams, wire
 from pfed.cohort import Cohort, Exchange, Ledger
 from pfed.config import RunOptions
 from pfed.data.base import Federation
@@ -47,6 +47,7 @@ class Session:
     def run(self, progress: Progress) -> None:
         """All rounds that are not done yet. Whatever stops it, a checkpoint of the last whole round is left."""
         self.store.record.forget_after(self.done.round)
+        machine.keep_freed_memory()
         try:
             for t in range(self.done.round + 1, self.last + 1):
                 started = time.perf_counter()

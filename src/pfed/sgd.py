@@ -28,7 +28,8 @@ class SGD:
     ):
         self.params, self.lr = dict(params), lr
         self.momentum, self.nesterov, self.weight_decay = momentum, nesterov, weight_decay
-        self.buffers = Tensors({n: b.clone() for n, b in (buffers or {}).items() if n in self.params})
+        kept = {name: buffer for name, buffer in (buffers or {}).items() if name in self.params}
+        self.buffers = Tensors({name: torch.empty_like(params[name]).copy_(b) for name, b in kept.items()})
 
     def zero_grad(self) -> None:
         for parameter in self.params.values():

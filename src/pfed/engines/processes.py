@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import gc
 import json
-import math
 import mmap
 import os
 import signal
@@ -21,7 +20,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ import torch
 from pfed import files, wire
 from pfed.engines.base import Call, Failure, Reply, States
 from pfed.errors import RunError, UserError
+from pfed.machine import cores
 from pfed.runner import Runner
 from pfed.wire import State
 
@@ -276,12 +275,3 @@ def _do(runner: Runner, job: dict[str, Any], common: Mailbox, inbox: Mailbox) ->
         return {"failure": [failure.reason, failure.detail]}, [b"", b""]
     found = {"weight": reply.weight, "samples": reply.samples, "records": dict(reply.records)}
     return {**found, "notes": sorted(reply.notes)}, parts
-
-
-def cores() -> int:
-    """The processors that this process may use, by its affinity and its control group."""
-    allowed = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        allowed = min(allowed, math.ceil(int(quota) / int(period)))
-    return max(1, allowed)

@@ -1,4 +1,7 @@
-"""Plain networks: layers in a row, the head last. The first linear layer fits the size of the images."""
+"""Plain networks: layers in a row, the head last. The first linear layer fits the size of the images.
+
+A ReLU stands after its pooling: that is the same to the bit, gradients too, and a quarter of the work.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +67,11 @@ def _lenet(
     channels, height, width = image(name, shape, least=16)
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(channels, maps[0], 5),
-        relu1=nn.ReLU(),
         pool1=nn.MaxPool2d(2),
+        relu1=nn.ReLU(),
         conv2=nn.Conv2d(maps[0], maps[1], 5),
-        relu2=nn.ReLU(),
         pool2=nn.MaxPool2d(2),
+        relu2=nn.ReLU(),
         flatten=nn.Flatten(),
     )
     rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
@@ -101,8 +104,8 @@ def _small(name: str, classes: int, shape: tuple[int, ...], norm: bool) -> nn.Mo
         relu1=nn.ReLU(),
         conv2=nn.Conv2d(16, 32, 3, padding=1),
         bn2=nn.BatchNorm2d(32) if norm else nn.Identity(),
-        relu2=nn.ReLU(),
         pool=nn.MaxPool2d(2),
+        relu2=nn.ReLU(),
         flatten=nn.Flatten(),
         fc1=nn.Linear(32 * (height // 2) * (width // 2), 64),
         relu3=nn.ReLU(),
@@ -116,12 +119,12 @@ def digits_cnn(classes: int, shape: tuple[int, ...]) -> nn.Module:
     return _row(
         conv1=nn.Conv2d(channels, 64, 5, padding=2),
         bn1=nn.BatchNorm2d(64),
-        relu1=nn.ReLU(),
         pool1=nn.MaxPool2d(2),
+        relu1=nn.ReLU(),
         conv2=nn.Conv2d(64, 64, 5, padding=2),
         bn2=nn.BatchNorm2d(64),
-        relu2=nn.ReLU(),
         pool2=nn.MaxPool2d(2),
+        relu2=nn.ReLU(),
         conv3=nn.Conv2d(64, 128, 5, padding=2),
         bn3=nn.BatchNorm2d(128),
         relu3=nn.ReLU(),
@@ -142,12 +145,12 @@ def alexnet_bn(classes: int, shape: tuple[int, ...]) -> nn.Module:
     return _row(
         conv1=nn.Conv2d(channels, 64, 11, stride=4, padding=2),
         bn1=nn.BatchNorm2d(64),
-        relu1=nn.ReLU(),
         pool1=nn.MaxPool2d(3, stride=2),
+        relu1=nn.ReLU(),
         conv2=nn.Conv2d(64, 192, 5, padding=2),
         bn2=nn.BatchNorm2d(192),
-        relu2=nn.ReLU(),
         pool2=nn.MaxPool2d(3, stride=2),
+        relu2=nn.ReLU(),
         conv3=nn.Conv2d(192, 384, 3, padding=1),
         bn3=nn.BatchNorm2d(384),
         relu3=nn.ReLU(),
@@ -156,8 +159,8 @@ def alexnet_bn(classes: int, shape: tuple[int, ...]) -> nn.Module:
         relu4=nn.ReLU(),
         conv5=nn.Conv2d(256, 256, 3, padding=1),
         bn5=nn.BatchNorm2d(256),
-        relu5=nn.ReLU(),
         pool5=nn.MaxPool2d(3, stride=2),
+        relu5=nn.ReLU(),
         pool=nn.AdaptiveAvgPool2d(6),
         flatten=nn.Flatten(),
         fc1=nn.Linear(256 * 6 * 6, 4096),
