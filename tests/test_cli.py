@@ -446,7 +446,17 @@ SPLIT = {
     *("--public-in-train", "--shift", "--sigma", "--test-fraction", "--test-split", "--train-cap", "--validation"),
 }
 RUN = {
-    *("--augment", "--bn", "--checkpoint-every", "--data", "--deadline", "--dropout", "--engine", "--eval-every"),
+    *(
+        "--augment",
+        "--bn",
+        "--channels-last",
+        "--checkpoint-every",
+        "--data",
+        "--deadline",
+        "--dropout",
+        "--engine",
+        "--eval-every",
+    ),
     *("--eval-point", "--exact-shortcuts", "--external", "--fraction", "--head", "--keep-optimizer", "--min-clients"),
     *(
         "--model",

@@ -1,4 +1,4 @@
-"""Make torchvision, and with it timm and torchmetrics, importable beside a torch it was not compiled for.
+"""Make torchvision, and with it timm, importable beside a torch it was not compiled for.
 
 torchvision's wheel carries operators compiled against one build of torch. Beside another build (its CUDA wheel with
 a CPU torch, say) they cannot load, and `import torchvision` fails because the operator `nms` does not exist. All that

@@ -12,6 +12,7 @@ from torch import Tensor
 from pfed.errors import UserError, unknown
 
 SCORES = ("accuracy", "balanced-accuracy", "macro-f1", "auroc", "ece")
+BINS = 15  # of confidence
 ENSEMBLES = ("mean_prob", "mean_logprob", "majority")
 SELECTIONS = ("last", "mean_last_10", "validation", "best_mean_round", "best_per_client")
 
@@ -56,35 +57,41 @@ def entropy(logits: Tensor) -> Tensor:
 
 def _counted(probs: Tensor, y: Tensor) -> dict[str, float]:
     """The scores that follow from counts per class, in float64."""
-    from pfed import compat
-
-    compat.ensure()
-    from torchmetrics.functional.classification import multiclass_stat_scores
-
-    table = multiclass_stat_scores(probs, y, probs.shape[1], average=None, validate_args=False).double()
-    hit, false, _, missed, support = table.T  # (classes,) each
-    present, occurs = support > 0, hit + false + missed > 0
+    chosen = probs.argmax(1)
+    said, hit, support = (
+        labels.bincount(minlength=probs.shape[1]).double() for labels in (chosen, y[chosen == y], y)
+    )  # (classes,) each
+    present, occurs = support > 0, said + support > 0
     return {
         "accuracy": float(hit.sum() / support.sum()),
         "balanced-accuracy": float((hit[present] / support[present]).mean()),
-        "macro-f1": float((2 * hit / (2 * hit + false + missed))[occurs].mean()),
+        "macro-f1": float((2 * hit / (said + support))[occurs].mean()),
     }
 
 
 def _auroc(probs: Tensor, y: Tensor) -> float | None:
-    from torchmetrics.functional.classification import binary_auroc
-
     present = y.bincount().nonzero().flatten().tolist()
     if len(present) < 2:
         return None
-    # Class by class: the multiclass function warns about, and averages in, the classes that are absent.
-    return float(np.mean([float(binary_auroc(probs[:, c], (y == c).long(), validate_args=False)) for c in present]))
+    return float(np.mean([_ranked(probs[:, c], y == c) for c in present]))
+
+
+def _ranked(score: Tensor, positive: Tensor) -> float:
+    """How often a positive has a higher score than a negative, equal ones half: by the sum of the positives' ranks."""
+    _, place, ties = score.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
+    rank = (ties.cumsum(0) - (ties - 1) / 2).double()[place]  # from 1, the mean of those that are equal
+    positives = int(positive.sum())
+    pairs = positives * (len(score) - positives)
+    return float((rank[positive].sum() - positives * (positives + 1) / 2) / pairs)
 
 
 def _ece(probs: Tensor, y: Tensor) -> float:
-    from torchmetrics.functional.classification import multiclass_calibration_error
-
-    return float(multiclass_calibration_error(probs, y, probs.shape[1], n_bins=15, norm="l1", validate_args=False))
+    """The mean over samples of |accuracy - confidence| of their bin; a bin holds its lower end, 1 is one of its own."""
+    confidence, chosen = probs.max(1)
+    edges = torch.linspace(0, 1, BINS + 1)
+    place = torch.bucketize(confidence, edges, right=True) - 1
+    gap = (chosen == y).double() - confidence.double()
+    return float(torch.zeros(BINS + 1, dtype=torch.float64).index_add_(0, place, gap).abs().sum() / len(y))
 
 
 def summarise(values: Mapping[int, float], sizes: Mapping[int, int]) -> dict[str, float]:

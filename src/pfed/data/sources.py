@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -144,17 +145,17 @@ def _from_pool(source: Source, pool: Pool, place: Place) -> Dataset:
 
 
 def _digits() -> Split:
-    from sklearn.datasets import load_digits
-
-    raw = load_digits()  # pixels in 0..16
-    x = np.round(raw.images * (255 / 16)).astype(np.uint8)[:, None]
-    return x, raw.target.astype(np.int64), len(x)
+    rows = np.loadtxt(_scikit_learn_folder() / "digits.csv.gz", delimiter=",")  # 64 pixels in 0..16 and the digit
+    x = np.round(rows[:, :64] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
+    return x, rows[:, 64].astype(np.int64), len(x)
 
 
 def _scikit_learn_folder() -> Path:
-    import sklearn.datasets
-
-    return Path(sklearn.datasets.__file__).parent / "data"
+    """Where its data lie. To import it for that would take longer than a first round."""
+    found = find_spec("sklearn")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent / "datasets" / "data"
 
 
 def _is_here(source: Source) -> bool:
