@@ -36,7 +36,7 @@ format: .venv/ready
 bench: .venv/ready
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/methods.py
-	$(PY) benchmarks/rounds.py
+	$(PY) benchmarks/durability.py
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pfed needs Python 3.11 or newer: make PYTHON=/path/to/python3")'

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from noise import federation
+from common import federation
 
 from pfed import Experiment, Federation
 

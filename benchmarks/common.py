@@ -1,6 +1,9 @@
-"""Federations of noise: for what takes time, the content of images does not count."""
+"""What the benchmarks share: federations of noise, since the content of images takes no time, and ratios."""
 
 from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
 
 import torch
 
@@ -18,3 +21,9 @@ def federation(clients: int, samples: int, shape: tuple[int, ...], public: int =
     named = tuple(ClientData(f"client-{k}", part, test) for k, part in enumerate(held))
     rest = pool.part(range(clients * samples, len(x))) if public else None
     return Federation(named, tuple("0123456789"), test, public=rest)
+
+
+def ratios(one: Sequence[float], other: Sequence[float]) -> str:
+    """Of what was measured in turns: the median and the range of the ratios within a turn."""
+    found = [a / b for a, b in zip(one, other, strict=True)]
+    return f"median {statistics.median(found):.3f}, range {min(found):.3f} to {max(found):.3f}"
