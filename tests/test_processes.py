@@ -109,6 +109,7 @@ def test_a_client_that_changes_what_it_got_changes_it_for_itself(tiny: Federatio
         before = float(sum(tensor.sum() for tensor in params.values()))
         for tensor in params.values():
             tensor.add_(1)
+        params.clear()
         return {"sum": before}
 
     experiment = parallel(tiny, careless, workers=1)

@@ -73,16 +73,15 @@ def _auroc(probs: Tensor, y: Tensor) -> float | None:
     present = y.bincount().nonzero().flatten().tolist()
     if len(present) < 2:
         return None
-    return float(np.mean([_ranked(probs[:, c], y == c) for c in present]))
-
-
-def _ranked(score: Tensor, positive: Tensor) -> float:
-    """How often a positive has a higher score than a negative, equal ones half: by the sum of the positives' ranks."""
-    _, place, ties = score.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
-    rank = (ties.cumsum(0) - (ties - 1) / 2).double()[place]  # from 1, the mean of those that are equal
-    positives = int(positive.sum())
-    pairs = positives * (len(score) - positives)
-    return float((rank[positive].sum() - positives * (positives + 1) / 2) / pairs)
+    # How often a sample of a class has a higher score than another one, equal ones half: by the sum of their ranks.
+    scores = probs.T[present].contiguous()  # (present, n)
+    ordered = scores.sort(1).values
+    below, upto = (torch.searchsorted(ordered, scores, right=right) for right in (False, True))
+    rank = (below + upto + 1).double() / 2  # from 1, the mean of those that are equal
+    inside = torch.stack([y == c for c in present])
+    size = inside.sum(1).double()
+    won = (rank * inside).sum(1) - size * (size + 1) / 2
+    return float((won / (size * (len(y) - size))).mean())
 
 
 def _ece(probs: Tensor, y: Tensor) -> float:

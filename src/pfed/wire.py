@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -45,12 +45,7 @@ def check_types(payload: Mapping[str, Any], where: str) -> None:
 
 def nbytes(payload: Mapping[str, Value]) -> int:
     """The bytes that are counted: every tensor's elements times their size."""
-    total = 0
-    for value in payload.values():
-        for tensor in value.values() if isinstance(value, Tensors) else (value,):
-            if isinstance(tensor, Tensor):
-                total += tensor.numel() * tensor.element_size()
-    return total
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(payload))
 
 
 def fault(reply: Mapping[str, Value], sent: Mapping[str, Value], model: Mapping[str, Tensor], limit: int) -> str | None:
@@ -93,6 +88,15 @@ def map_tensors(tree: Any, f: Callable[[Tensor], Tensor]) -> Any:
     return f(tree) if isinstance(tree, Tensor) else tree
 
 
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """All tensors of a tree."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tensors(value)
+
+
 def copy_tree(tree: Any) -> Any:
     """New dicts around the same tensors: tensors are values and are replaced, not changed."""
     return map_tensors(tree, lambda tensor: tensor)
@@ -121,12 +125,12 @@ def encode(tree: State) -> bytes:
 def pieces(tree: State) -> list[bytes | memoryview]:
     """What `encode` joins: a header, then the tensors' own memory. Nothing is copied that lies in one piece."""
     check_tree(tree)
-    tensors: list[Tensor] = []
+    found: list[Tensor] = []
 
     def skeleton(node: Any) -> Any:
         if isinstance(node, Tensor):
-            tensors.append(node.detach().contiguous())
-            return {"t": str(len(tensors) - 1)}
+            found.append(node.detach().contiguous())
+            return {"t": str(len(found) - 1)}
         if isinstance(node, dict):
             return {"T" if isinstance(node, Tensors) else "d": [[key, skeleton(value)] for key, value in node.items()]}
         return {"v": node}
@@ -136,8 +140,8 @@ def pieces(tree: State) -> list[bytes | memoryview]:
     data: list[bytes | memoryview] = []
     end = 0
     # The widest elements first, so that each tensor begins where its elements may.
-    for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size()):
-        tensor = tensors[i]
+    for i in sorted(range(len(found)), key=lambda i: -found[i].element_size()):
+        tensor = found[i]
         start, end = end, end + tensor.nbytes
         header[str(i)] = {
             "dtype": _DTYPES[tensor.dtype],
@@ -161,11 +165,11 @@ def decode(data: bytes | bytearray | mmap.mmap | memoryview) -> State:
     if not 8 < size <= len(buffer):
         raise ValueError("its header is damaged")
     header = json.loads(bytes(buffer[8:size]))
-    tensors = {name: _tensor(buffer[size:], entry) for name, entry in header.items() if name != "__metadata__"}
+    found = {name: _tensor(buffer[size:], entry) for name, entry in header.items() if name != "__metadata__"}
 
     def build(node: Mapping[str, Any]) -> Any:
         if "t" in node:
-            return tensors[node["t"]]
+            return found[node["t"]]
         if "v" in node:
             return node["v"]
         if "T" in node:

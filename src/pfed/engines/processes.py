@@ -46,12 +46,14 @@ class Processes:
         self._runner, self._states = runner, states
         self._size = min(runner.options.workers or cores(), max(1, len(self.ids)))
         self._common = Mailbox("pfed-common")
+        self._calls = 0
         self._workers: list[Worker] = []
         self._idle: list[Worker] = []
         self._busy: dict[Connection, tuple[Worker, int]] = {}  # with the place of its client in the call
 
     def map(self, call: Call) -> Iterator[tuple[int, Reply | Failure]]:
         line = Line(sorted(call.own), AHEAD * self._size)
+        self._calls += 1
         shared = self._common.put(wire.pieces(call.common))
         try:
             while not line.over:
@@ -79,6 +81,7 @@ class Processes:
             known = bool(self._idle)
             worker = self._idle.pop() if known else self._fork()
             job = {"step": call.step, "client": client, "round": call.round, "keeps": call.version is not None}
+            job["call"] = self._calls
             state = self._states.load(client, call.base[client])
             alive = worker.give(job, shared, wire.encode(dict(call.own[client])), wire.encode(state))
             if known and not alive:  # it died while it was idle: not this client's fault
@@ -253,20 +256,41 @@ def _work(runner: Runner, connection: Connection, common: Mailbox, inbox: Mailbo
     """A worker's life."""
     gc.freeze()  # what was there before the fork stays shared with the parent
     torch.set_num_threads(1)
+    received = Received(common)
     while True:
         job = json.loads(connection.recv_bytes())
-        found, parts = _do(runner, job, common, inbox)
+        found, parts = _do(runner, job, received, inbox)
         outbox.put(parts)
         sys.stdout.flush()
         connection.send_bytes(json.dumps({**found, "sizes": [len(part) for part in parts]}).encode())
 
 
-def _do(runner: Runner, job: dict[str, Any], common: Mailbox, inbox: Mailbox) -> tuple[dict[str, Any], list[bytes]]:
+class Received:
+    """What a worker has got for all clients of a call: read once, unless a client has changed it in place."""
+
+    def __init__(self, common: Mailbox):
+        self._common = common
+        self._call = 0
+        self._payload: State = {}
+        self._versions: list[int] = []
+
+    def of(self, call: int, size: int) -> State:
+        if call != self._call or self._versions != self._now():
+            self._call, self._payload = call, wire.decode(self._common.view(size))
+            self._versions = self._now()
+        payload: State = wire.copy_tree(self._payload)
+        return payload
+
+    def _now(self) -> list[int]:
+        return [tensor._version for tensor in wire.tensors(self._payload)]
+
+
+def _do(runner: Runner, job: dict[str, Any], received: Received, inbox: Mailbox) -> tuple[dict[str, Any], list[bytes]]:
     """One step of one client: what is known of it, its payload and its new state."""
     shared, own, state = job["sizes"]
     try:
         letter = memoryview(inbox.view(own + state))
-        payload = {**wire.decode(common.view(shared)), **wire.decode(letter[:own])}
+        payload = {**received.of(job["call"], shared), **wire.decode(letter[:own])}
         before: State = wire.decode(letter[own:])
         reply, client = runner(job["step"], job["client"], job["round"], payload, before)
         parts = [wire.encode(reply.payload), wire.encode(client.state) if job["keeps"] else b""]
