@@ -63,12 +63,12 @@ class Client:
     starved: bool = False  # wanted to train, but no batch was large enough
     fitted: nn.Module | Mapping[str, nn.Module] | None = None
     streams_used: set[str] = field(default_factory=set)
-    records: dict[str, float] = field(default_factory=dict)
     notes: set[str] = field(default_factory=set)  # for whoever reads the results, said once in a run
 
     def __post_init__(self) -> None:
         self.loss: Loss = self.task.loss
-        self._sums: dict[str, tuple[float, int]] = {}
+        self._logs: dict[str, float] = {}
+        self._batches: dict[str, list[Tensor]] = {}  # by name, a number for each batch
         self._augment = self.task.augment(self.options.augment)
         self._shortcuts = Shortcuts(self.data.train, self._steady, self._no_shortcut)
 
@@ -105,15 +105,17 @@ class Client:
 
     def log(self, **numbers: float) -> None:
         """Numbers for plots. They are recorded at the client's side and are not payload."""
-        self.records.update({name: float(value) for name, value in numbers.items()})
+        self._logs.update({name: float(value) for name, value in numbers.items()})
 
     def log_mean(self, **numbers: float | Tensor) -> None:
         """Numbers of one batch for plots: what is recorded is the mean over the batches of this step."""
         for name, value in numbers.items():
-            total, count = self._sums.get(name, (0.0, 0))
-            number = value.item() if isinstance(value, Tensor) else value
-            self._sums[name] = total + number, count + 1
-            self.records[name] = self._sums[name][0] / self._sums[name][1]
+            self._batches.setdefault(name, []).append(torch.as_tensor(value).detach())
+
+    @property
+    def records(self) -> dict[str, float]:
+        """All that was logged."""
+        return {**self._logs, **{name: _mean(values) for name, values in self._batches.items()}}
 
     def model(self, *tensors: Tensors | None) -> nn.Module:
         """A module with the given tensors (the last wins), else what was kept, else the run's initial values."""
@@ -159,7 +161,7 @@ class Client:
         order, noise = streams.rng(*key), streams.rng(self.options.seed, "augmentation", *key[2:])
         step = epoch = 0
         while (epochs is None or epoch < epochs) and (steps is None or step < steps):
-            permutation = torch.from_numpy(order.permutation(self.n))
+            permutation = torch.from_numpy(order.permutation(self.n)).to(self.data.train.rows.device)
             for index, x, y in self._cut(permutation, size):
                 if len(index) == 1 and drop_single:
                     continue
@@ -217,7 +219,8 @@ class Client:
         optimizers = [opt or sgd, *extra]
         phase = self._phase(model, names, epochs, steps)
         drop_single = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
-        total, done, epoch = 0.0, 0, 0
+        losses: list[Tensor] = []
+        epoch = 0
         with streams.torch_scope(self.options.seed, "dropout", self.id, self.round, stream):
             for batch in self.batches(epochs, stream, steps=steps, drop_single=drop_single):
                 if batch.epoch > epoch and each_epoch is not None:
@@ -232,16 +235,15 @@ class Client:
                     grad(batch)
                 for optimizer in optimizers:
                     optimizer.step()
-                total += value.item()
-                done += 1
-        if done and each_epoch is not None:
+                losses.append(value.detach())
+        if losses and each_epoch is not None:
             each_epoch(model)
         for parameter in model.parameters():
             parameter.requires_grad_(True)
         if opt is None and self.keeps_optimizer and sgd.buffers:
             self.state.setdefault("momentum", {})[memory] = sgd.buffers
         self.fitted = model
-        return Fit(done, total / done if done else math.nan)
+        return Fit(len(losses), _mean(losses))
 
     def sgd(self, params: Mapping[str, Tensor], memory: str = "train") -> SGD:
         """The run's local optimiser on these parameters, with the momentum of earlier rounds where that is kept."""
@@ -268,6 +270,11 @@ class Client:
 
     def _no_shortcut(self, why: str) -> None:
         self.notes.add(f"features of frozen parts are computed again in every epoch: {why}")
+
+
+def _mean(numbers: list[Tensor]) -> float:
+    """Of numbers that stay where they were computed until now: to read each would wait for its step to end."""
+    return float(torch.stack(numbers).double().mean()) if numbers else math.nan
 
 
 def _set_modes(model: nn.Module, names: frozenset[str], frozen: Literal["eval", "train"]) -> None:

@@ -90,7 +90,7 @@ class RunOptions(SplitOptions):
         "serial", "what runs the clients: one after another, in parallel (the same results), or to find mistakes"
     )
     workers: int | None = option(None, "processes of the engine `processes` [one per core]", ge=1)
-    state_memory: int = option(1024, "megabytes of client states in memory; the rest is on disk", ge=0)
+    state_memory: int = option(512, "megabytes of client states in memory; the rest is on disk", ge=0)
     min_clients: int = option(1, "fewer answers than this stop the run", ge=1)
     dropout: float = option(0.0, "chance that a chosen client does not answer in a round", ge=0, lt=1)
     stragglers: float = option(0.0, "share of slow clients", ge=0, le=1)
@@ -109,6 +109,7 @@ class RunOptions(SplitOptions):
     new_test_every: int = option(0, "rounds between new tests (0: only at the end)", ge=0)
     representation: bool = option(False, "class separation and CKA of the clients' features at every evaluation")
     external: str | None = option(None, "a data set of a domain that no client has")
+    device: str = option("cpu", "where clients train: cpu, cuda (every GPU, one worker each), or cuda:N")
     exact_shortcuts: bool = option(True, "compute what is frozen once where that is exact")
     channels_last: bool = option(True, "how images lie in memory while a network runs: faster on most processors")
     keep_optimizer: bool | None = option(None, "momentum survives between rounds (default: as the method says)")

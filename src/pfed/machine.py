@@ -1,4 +1,4 @@
-"""The machine: its processors, and how its C library deals with memory."""
+"""The machine: its processors and devices, and how its C library deals with memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import math
 import os
 import sys
 from pathlib import Path
+
+import torch
+
+from pfed.errors import UserError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST, KEPT = 64 * 2**20, 512 * 2**20  # bytes
@@ -20,6 +24,20 @@ def cores() -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         allowed = min(allowed, math.ceil(int(quota) / int(period)))
     return max(1, allowed)
+
+
+def device(name: str, number: int = 0) -> torch.device:
+    """A device by name; of several GPUs under the name `cuda` the one for the worker of this number."""
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"run.device must be cpu, cuda or cuda:N. Got {name!r}.") from None
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count()
+    if count <= (found.index or 0):
+        raise UserError(f"run.device {name!r} is not there: torch finds {count} GPUs.")
+    return torch.device("cuda", number % count if found.index is None else found.index)
 
 
 def keep_freed_memory() -> None:

@@ -94,6 +94,11 @@ class Pool:
         """The tensors that may travel in this run, as they were at its start."""
         return anatomy.params(self._templates[0])
 
+    def on(self, device: torch.device) -> Pool:
+        """The same models on another device."""
+        templates = [copy.deepcopy(template).to(device) for template in self._templates]
+        return Pool(templates, self._architecture, self._own)
+
     def give_back(self) -> None:
         """All modules that were lent are free again."""
         for kind, module in self._lent:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from pfed import streams, wire
 from pfed.client import Client
 from pfed.config import RunOptions
-from pfed.data.base import ClientData, Federation, pooled
+from pfed.data.base import ClientData, Federation, Samples, pooled
 from pfed.engines.base import POOLED, Reply
 from pfed.evaluate import READERS, assess, probe, represent
 from pfed.method import Method
@@ -29,10 +33,31 @@ class Runner:
             self._beside["external"] = federation.external
         if options.representation:
             self._beside["probe"] = probe(federation, options.seed)
+        self.device = torch.device("cpu")
+        self._moved: dict[int, Tensor] = {}  # of a pool of samples that clients share, what lies on the device
         self._keeps = method.keep_optimizer if options.keep_optimizer is None else options.keep_optimizer
 
+    def move(self, device: torch.device) -> None:
+        """From now on steps run on this device. What they get and what they leave lies where the server is."""
+        if device != self.device:
+            self.device, self.pool = device, self.pool.on(device)
+            self._moved.clear()
+
     def _data(self, id: int) -> ClientData:
-        return self._pooled if id == POOLED else self.federation.clients[id]
+        data = self._pooled if id == POOLED else self.federation.clients[id]
+        if self.device.type == "cpu":
+            return data
+        validation = None if data.validation is None else self._here(data.validation)
+        return ClientData(data.name, self._here(data.train), self._here(data.test), validation)
+
+    def _here(self, samples: Samples) -> Samples:
+        """The samples on the device; a pool that many clients share is moved once."""
+        if self.device.type == "cpu":
+            return samples
+        for tensor in (samples.x, samples.y):
+            self._moved.setdefault(id(tensor), tensor.to(self.device))
+        x, y = self._moved[id(samples.x)], self._moved[id(samples.y)]
+        return replace(samples, x=x, y=y, rows=samples.rows.to(self.device))
 
     @functools.cached_property
     def _pooled(self) -> ClientData:
@@ -48,17 +73,18 @@ class Runner:
             options=self.options,
             pool=self.pool,
             task=self.task,
-            public=self.federation.public,
-            beside=self._beside,
+            public=None if self.federation.public is None else self._here(self.federation.public),
+            beside={name: self._here(samples) for name, samples in self._beside.items()},
             keeps_optimizer=self._keeps,
         )
 
     def __call__(self, step: str, id: int, round: int, payload: Payload, state: State) -> tuple[Reply, Client]:
         """Run a step from a state; the client that comes back holds the state after it."""
-        client = self.client(id, round, wire.copy_tree(state))
+        client = self.client(id, round, self._to(self.device, state))
+        payload = self._to(self.device, payload)
         reader = READERS.get(step)
         try:
-            with streams.torch_scope(self.options.seed, "step", id, round, step):
+            with streams.torch_scope(self.options.seed, "step", id, round, step), self._makes_tensors():
                 if reader is not None:
                     answer = reader(client, self.method, payload)
                 else:
@@ -71,6 +97,15 @@ class Runner:
             self.pool.give_back()
         wire.check_tree(client.state)
         wire.check_types(answer, f"The reply of {type(self.method).__name__}.{step}")
-        answer, client.state = (wire.map_tensors(tree, Tensor.contiguous) for tree in (answer, client.state))
+        server = torch.device("cpu")
+        answer, client.state = (self._to(server, tree) for tree in (answer, client.state))
         weight = 0.0 if client.starved else float(client.n)
         return Reply(answer, weight, client.samples, client.records, client.notes), client
+
+    def _to(self, device: torch.device, tree: Any) -> Any:
+        """A tree with new dicts around its tensors, which lie as after a journey to that device."""
+        return wire.map_tensors(tree, lambda tensor: tensor.to(device).contiguous())
+
+    def _makes_tensors(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, tensors that a method makes are on the device."""
+        return contextlib.nullcontext() if self.device.type == "cpu" else self.device

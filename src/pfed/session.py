@@ -83,7 +83,7 @@ class Session:
         owner = self._runner.client(client, self.done.round, wire.copy_tree(state))
         models = self.method.predictor(owner, **download)
         model = models if isinstance(models, nn.Module) else next(iter(models.values()))
-        own = copy.deepcopy(model).eval()
+        own = copy.deepcopy(model).eval().cpu()
         owner.pool.give_back()
         return own
 

@@ -52,7 +52,7 @@ class Samples:
             x = x.float().div_(255)
         if self.mean:
             view = (1, -1) + (1,) * (x.dim() - 2)
-            x = (x - torch.tensor(self.mean).view(view)) / torch.tensor(self.std).view(view)
+            x = (x - x.new_tensor(self.mean).view(view)) / x.new_tensor(self.std).view(view)
         return x, self.y[rows]
 
     def part(self, index: Tensor | Sequence[int]) -> Samples:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from pfed import wire
+from pfed import machine, wire
 from pfed.engines.base import Call, Failure, Reply, States
 from pfed.runner import Runner
 from pfed.wire import Payload
@@ -22,6 +22,7 @@ class Debug:
     def __init__(self, runner: Runner, states: States):
         self.ids = list(runner.ids)
         self._runner, self._states = runner, states
+        runner.move(machine.device(runner.options.device))
         self._streams: dict[tuple[int, int, str], str] = {}
 
     def map(self, call: Call) -> Iterator[tuple[int, Reply | Failure]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import mmap
 import os
@@ -24,10 +25,9 @@ from typing import Any
 
 import torch
 
-from pfed import files, wire
+from pfed import files, machine, wire
 from pfed.engines.base import Call, Failure, Reply, States
 from pfed.errors import RunError, UserError
-from pfed.machine import cores
 from pfed.runner import Runner
 from pfed.wire import State
 
@@ -44,7 +44,9 @@ class Processes:
             raise UserError("run.engine 'processes' needs Linux. Got 'processes'; 'serial' runs everywhere.")
         self.ids = list(runner.ids)
         self._runner, self._states = runner, states
-        self._size = min(runner.options.workers or cores(), max(1, len(self.ids)))
+        here = machine.device(runner.options.device)
+        usual = torch.cuda.device_count() if here.type == "cuda" else machine.cores()
+        self._size = min(runner.options.workers or usual, max(1, len(self.ids)))
         self._common = Mailbox("pfed-common")
         self._calls = 0
         self._workers: list[Worker] = []
@@ -105,7 +107,9 @@ class Processes:
         return Reply(wire.decode(payload), found["weight"], found["samples"], found["records"], found["notes"])
 
     def _fork(self) -> Worker:
-        worker = Worker(self._runner, self._common, [worker.connection for worker in self._workers])
+        taken = {worker.number for worker in self._workers}
+        number = next(n for n in itertools.count() if n not in taken)
+        worker = Worker(number, self._runner, self._common, [worker.connection for worker in self._workers])
         self._workers.append(worker)
         return worker
 
@@ -155,7 +159,8 @@ class Line:
 class Worker:
     """The parent's side of a worker process."""
 
-    def __init__(self, runner: Runner, common: Mailbox, others: list[Connection]):
+    def __init__(self, number: int, runner: Runner, common: Mailbox, others: list[Connection]):
+        self.number = number
         self.connection, theirs = Pipe()
         self._inbox, self._outbox = Mailbox("pfed-in"), Mailbox("pfed-out")
         self._status: int | None = None
@@ -166,7 +171,7 @@ class Worker:
         try:
             for connection in [self.connection, *others]:
                 connection.close()
-            _work(runner, theirs, common, self._inbox, self._outbox)
+            _work(number, runner, theirs, common, self._inbox, self._outbox)
         finally:
             os._exit(1)
 
@@ -252,10 +257,13 @@ def _settle(parent: int) -> None:
     os._exit(1)
 
 
-def _work(runner: Runner, connection: Connection, common: Mailbox, inbox: Mailbox, outbox: Mailbox) -> None:
+def _work(
+    number: int, runner: Runner, connection: Connection, common: Mailbox, inbox: Mailbox, outbox: Mailbox
+) -> None:
     """A worker's life."""
     gc.freeze()  # what was there before the fork stays shared with the parent
     torch.set_num_threads(1)
+    runner.move(machine.device(runner.options.device, number))
     received = Received(common)
     while True:
         job = json.loads(connection.recv_bytes())

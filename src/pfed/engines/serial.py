@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pfed import machine
 from pfed.engines.base import Call, Failure, Reply, States
 from pfed.runner import Runner
 
@@ -14,6 +15,7 @@ class Serial:
     def __init__(self, runner: Runner, states: States):
         self.ids = list(runner.ids)
         self._runner, self._states = runner, states
+        runner.move(machine.device(runner.options.device))
 
     def map(self, call: Call) -> Iterator[tuple[int, Reply | Failure]]:
         for client in sorted(call.own):

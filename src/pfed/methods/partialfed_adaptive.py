@@ -97,7 +97,7 @@ class PartialFedAdaptive(Method):
         gumbel = client.rng("gumbel")
         with streams.torch_scope(client.options.seed, "dropout", client.id, client.round, "train"):
             for batch in client.batches(client.local.epochs):
-                noise = torch.from_numpy(gumbel.gumbel(size=theta.shape))
+                noise = torch.from_numpy(gumbel.gumbel(size=theta.shape)).to(theta.device)
                 u = selection.relaxed(theta, noise, tau, self.alpha_param)
                 choice = u.argmax(1).tolist()
                 if q % (self.f_m + self.f_s) < self.f_m:

@@ -43,7 +43,7 @@ class Classification:
 
 def flip(x: Tensor, rng: np.random.Generator) -> Tensor:
     """Each image mirrored or not."""
-    mirrored = torch.from_numpy(rng.random(len(x)) < 0.5)
+    mirrored = torch.from_numpy(rng.random(len(x)) < 0.5).to(x.device)
     return torch.where(mirrored.view(-1, 1, 1, 1), x.flip(-1), x)
 
 
@@ -51,7 +51,7 @@ def crop_flip(x: Tensor, rng: np.random.Generator, pad: int = 4) -> Tensor:
     """Each image cut at random out of itself with a border of `pad`, then mirrored or not."""
     height, width = x.shape[-2:]
     wide = F.pad(x, (pad, pad, pad, pad))
-    top, left = (torch.from_numpy(rng.integers(0, 2 * pad + 1, len(x))) for _ in range(2))
+    top, left = (torch.from_numpy(rng.integers(0, 2 * pad + 1, len(x))).to(x.device) for _ in range(2))
     rows = top.view(-1, 1, 1) + torch.arange(height).view(1, -1, 1)
     columns = left.view(-1, 1, 1) + torch.arange(width).view(1, 1, -1)
     image = torch.arange(len(x)).view(-1, 1, 1)
