@@ -453,6 +453,7 @@ RUN = {
         "--checkpoint-every",
         "--data",
         "--deadline",
+        "--device",
         "--dropout",
         "--engine",
         "--eval-every",

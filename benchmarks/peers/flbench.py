@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import runpy
 import sys
 import tempfile
 from pathlib import Path
@@ -32,7 +33,7 @@ def write(folder: Path) -> None:
     (folder / "args.json").write_text(json.dumps({"dataset": NAME}))
 
 
-def options(rounds: int, heads: int, folder: Path) -> list[str]:
+def options(rounds: int, heads: int) -> list[str]:
     """Overrides of config/defaults.yaml; ++ because the options of evaluation have changed their names."""
     common = {"join_ratio": shared.CHOSEN / shared.CLIENTS, "global_epoch": rounds, "local_epoch": heads + 1}
     common |= {"batch_size": shared.BATCH, "use_cuda": "false", "verbose_gap": 10**6, "client_side_evaluation": "false"}
@@ -41,10 +42,10 @@ def options(rounds: int, heads: int, folder: Path) -> list[str]:
     common |= {"test_interval": 10**6, "test.client.interval": -1, "test.server.interval": -1}
     common |= {f"save_{what}": "false" for what in ("log", "model", "fig", "learning_curve_plot", "metrics")}
     rest = {"dataset.name": NAME, "model.name": "fedavgcnn", "optimizer.name": "sgd", "optimizer.lr": shared.LR}
-    rest |= {"mode": "serial", "fedrep.train_body_epoch": 1, "hydra.run.dir": folder / "out"}
+    rest |= {"mode": "serial", "fedrep.train_body_epoch": 1}
     method = "fedrep" if heads else "fedavg"
     found = {"method": method} | {f"common.{key}": value for key, value in common.items()} | rest
-    return [f"{'' if key.startswith('hydra') else '++'}{key}={value}" for key, value in found.items()]
+    return [f"++{key}={value}" for key, value in found.items()]
 
 
 def substitute(folder: Path) -> None:
@@ -77,14 +78,12 @@ def main() -> None:
     arguments = shared.arguments()
     torch.set_num_threads(arguments.threads)
     sys.path.insert(0, str(arguments.path.resolve()))
-    with tempfile.TemporaryDirectory() as name, contextlib.chdir(arguments.path):
-        folder = Path(name)
-        write(folder / "data" / NAME)
-        substitute(folder)
-        sys.argv[1:] = options(arguments.rounds, arguments.head_epochs, folder)
-        import main as flbench
-
-        flbench.main()
+    main = arguments.path.resolve() / "main.py"
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # where it writes its results
+        write(Path(folder, "data", NAME))
+        substitute(Path(folder))
+        sys.argv[1:] = options(arguments.rounds, arguments.head_epochs)
+        runpy.run_path(str(main), run_name="__main__")
 
 
 if __name__ == "__main__":
