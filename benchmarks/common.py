@@ -1,9 +1,11 @@
-"""What the benchmarks share: federations of noise, since the content of images takes no time, and ratios."""
+"""What the benchmarks share: federations of noise, since the content of images takes no time, ratios, memory."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -27,3 +29,14 @@ def ratios(one: Sequence[float], other: Sequence[float]) -> str:
     """Of what was measured in turns: the median and the range of the ratios within a turn."""
     found = [a / b for a, b in zip(one, other, strict=True)]
     return f"median {statistics.median(found):.3f}, range {min(found):.3f} to {max(found):.3f}"
+
+
+def memory(pid: int) -> int:
+    """Bytes of a process and all below it, shared pages counted once (PSS)."""
+    total = 0
+    with contextlib.suppress(OSError, ValueError):
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        total = 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += sum(memory(int(descendant)) for descendant in (task / "children").read_text().split())
+    return total

@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import ratios
+from common import memory, ratios
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 import shared
@@ -92,18 +92,6 @@ def idle_load(seconds: float = 1.0) -> float:
     return max(0.0, used) / (time.perf_counter() - started)
 
 
-def pss(root: int) -> float:
-    """Memory of a process and all below it, shared pages counted once, in MB."""
-    total = 0
-    for pid in shared.tree(root):
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        total += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
-    return total / 1024
-
-
 def run(contender: Contender, heads: int, rounds: int) -> Run:
     """One run; raises RuntimeError with the last line of its errors if it fails."""
     before = idle_load()
@@ -115,9 +103,10 @@ def run(contender: Contender, heads: int, rounds: int) -> Run:
         process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
         peak = 0.0
         while process.poll() is None:
-            peak = max(peak, pss(process.pid))
+            peak = max(peak, memory(process.pid) / 2**20)
             time.sleep(0.5)
-        out.seek(0), err.seek(0)
+        out.seek(0)
+        err.seek(0)
         told = [json.loads(line) for line in out if line.startswith(('{"startup"', '{"round"'))]
         last = collections.deque(err, 1)
     if process.returncode or len(told) != rounds + 1:
@@ -144,7 +133,8 @@ def show(work: str, found: dict[str, list[Run]]) -> None:
                 print(f"{title} of {name} / {OURS}: {ratios(*pairs)}")
     loads = [run.foreign for runs in found.values() for run in runs]
     if max(loads) > QUIET:
-        print(f"Others used up to {max(loads):.2f} cores (more than {QUIET}): wall times are not to be trusted.")
+        print(f"Others used up to {max(loads):.2f} cores (more than {QUIET}): wall times are not to be trusted,")
+        print("nor CPU times of peers with two threads in one process (see --threads); other CPU ratios count.")
 
 
 def main() -> None:

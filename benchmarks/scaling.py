@@ -11,7 +11,6 @@ is the largest sum of their proportional shares (PSS) seen in its rounds.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from common import federation, memory
+
 CASES = [
     ("ditto", 100, 10),
     ("ditto", 1_000, 10),
@@ -38,8 +39,6 @@ BEAT = 0.2  # seconds between two looks at memory
 
 def child(method: str, clients: int, each: int, rounds: int, folder: str, started: float) -> None:
     """One case; prints what it measured."""
-    from common import federation
-
     from pfed import Experiment, step
     from pfed.methods.ditto import Ditto
     from pfed.session import Session
@@ -75,17 +74,6 @@ def child(method: str, clients: int, each: int, rounds: int, folder: str, starte
     print(json.dumps({"start": began[0] - started, "placed": began[1] - began[0], "seconds": seconds}))
 
 
-def shares(pid: int) -> int:
-    """PSS of a process and its descendants, in bytes."""
-    total = 0
-    with contextlib.suppress(OSError, ValueError):
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        total = 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            total += sum(shares(int(descendant)) for descendant in (task / "children").read_text().split())
-    return total
-
-
 def run(case: tuple[str, int, int], rounds: int, folder: str) -> tuple[dict[str, Any], int]:
     """What a case measured, and the most memory that it took."""
     argv = [sys.executable, __file__, "--case", *map(str, case), "--rounds", str(rounds), "--folder", folder]
@@ -95,7 +83,7 @@ def run(case: tuple[str, int, int], rounds: int, folder: str) -> tuple[dict[str,
 
     def watch() -> None:
         while not over.wait(BEAT):
-            peak[0] = max(peak[0], shares(process.pid))
+            peak[0] = max(peak[0], memory(process.pid))
 
     watcher = threading.Thread(target=watch)
     watcher.start()

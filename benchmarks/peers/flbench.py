@@ -1,7 +1,7 @@
 """FL-bench, serial, in one process: its own servers, clients and CNN, unmodified, on data handed to it in memory.
 
-Written against https://github.com/KarhouTam/FL-bench of late 2024 (`src/server/fedavg.py` at commit b76780a), which
-takes its options from Hydra. Its folder is given with --path. Never run here: its code could not be fetched.
+Written against https://github.com/KarhouTam/FL-bench, `src/server/fedavg.py` at commit b76780a, which takes its options
+from Hydra. Tried only on a shortened transcript of that code, never on a clone. Its folder is given with --path.
 """
 
 from __future__ import annotations

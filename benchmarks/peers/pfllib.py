@@ -1,7 +1,7 @@
 """PFLlib in one process: its own servers, clients and CNN, unmodified, on data written as it reads them.
 
-Written against https://github.com/TsingZ0/PFLlib, servers at commit 2b077c1 and clients at 487a29e, and tried with the
-parts of them that run here. The folder above `system` is given with --path.
+Written against https://github.com/TsingZ0/PFLlib, servers at commit 2b077c1 and clients at 487a29e. Tried only on a
+shortened transcript of that code, never on a clone. The folder above `system` is given with --path.
 """
 
 from __future__ import annotations
