@@ -470,6 +470,7 @@ RUN = {
         "--select",
         "--set",
         "--state-memory",
+        "--together",
         "--workers",
     ),
     *("--slowdown", "--stragglers", "--task", "--local.batch-size", "--local.epochs", "--local.lr", "--local.momentum"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -44,6 +44,21 @@ class Fit:
     loss: float  # mean over steps; nan without any
 
 
+class Companion(Protocol):
+    """Somebody who may do a plain training for a client, together with those of others."""
+
+    def fit(
+        self,
+        client: Client,
+        model: nn.Module,
+        names: frozenset[str],
+        epochs: int | None,
+        steps: int | None,
+        stream: str,
+        memory: str,
+    ) -> Fit | None: ...
+
+
 @dataclass
 class Client:
     """One client during one step of one round. Nothing else of the federation is reachable from here."""
@@ -59,6 +74,7 @@ class Client:
     public: Samples | None = None
     beside: Mapping[str, Samples] = field(default_factory=dict)  # data that only evaluation looks at
     keeps_optimizer: bool = False
+    companion: Companion | None = None  # somebody who may train for it
     samples: int = 0  # trained on in this step
     starved: bool = False  # wanted to train, but no batch was large enough
     fitted: nn.Module | Mapping[str, nn.Module] | None = None
@@ -115,7 +131,7 @@ class Client:
     @property
     def records(self) -> dict[str, float]:
         """All that was logged."""
-        return {**self._logs, **{name: _mean(values) for name, values in self._batches.items()}}
+        return {**self._logs, **{name: mean(values) for name, values in self._batches.items()}}
 
     def model(self, *tensors: Tensors | None) -> nn.Module:
         """A module with the given tensors (the last wins), else what was kept, else the run's initial values."""
@@ -194,7 +210,7 @@ class Client:
         steps: int | None = None,
         only: Part = ALL,
         opt: Optimizer | None = None,
-        extra: Iterable[Optimizer] = (),
+        extra: Sequence[Optimizer] = (),
         grad: Callable[[Batch], None] | None = None,
         each_epoch: Callable[[nn.Module], None] | None = None,
         frozen: Literal["eval", "train"] = "eval",
@@ -208,6 +224,7 @@ class Client:
         after every epoch under the same optimiser. Modules whose tensors are all frozen are in eval mode unless
         `frozen="train"`. Where momentum is kept between rounds, it is kept under `memory`, or the stream's name.
         """
+        plain = loss is None and opt is None and not extra and grad is None and each_epoch is None
         loss = loss or self.loss
         epochs = self.local.epochs if epochs is None and steps is None else epochs
         names = only.names(model) - anatomy.marks(model).fixed
@@ -215,9 +232,13 @@ class Client:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in names)
         memory = memory or stream
+        phase = self._phase(model, names, epochs, steps)
+        if self.companion is not None and plain and not (phase and phase.head_only):
+            done = self.companion.fit(self, model, names, epochs, steps, stream, memory)
+            if done is not None:
+                return self._fitted(model, done)
         sgd = self.sgd(anatomy.trainable(model, anatomy.of(names)), memory)
         optimizers = [opt or sgd, *extra]
-        phase = self._phase(model, names, epochs, steps)
         drop_single = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
         losses: list[Tensor] = []
         epoch = 0
@@ -238,12 +259,15 @@ class Client:
                 losses.append(value.detach())
         if losses and each_epoch is not None:
             each_epoch(model)
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
         if opt is None and self.keeps_optimizer and sgd.buffers:
             self.state.setdefault("momentum", {})[memory] = sgd.buffers
+        return self._fitted(model, Fit(len(losses), mean(losses)))
+
+    def _fitted(self, model: nn.Module, done: Fit) -> Fit:
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
         self.fitted = model
-        return Fit(len(losses), _mean(losses))
+        return done
 
     def sgd(self, params: Mapping[str, Tensor], memory: str = "train") -> SGD:
         """The run's local optimiser on these parameters, with the momentum of earlier rounds where that is kept."""
@@ -272,7 +296,7 @@ class Client:
         self.notes.add(f"features of frozen parts are computed again in every epoch: {why}")
 
 
-def _mean(numbers: list[Tensor]) -> float:
+def mean(numbers: list[Tensor]) -> float:
     """Of numbers that stay where they were computed until now: to read each would wait for its step to end."""
     return float(torch.stack(numbers).double().mean()) if numbers else math.nan
 

@@ -110,6 +110,7 @@ class RunOptions(SplitOptions):
     representation: bool = option(False, "class separation and CKA of the clients' features at every evaluation")
     external: str | None = option(None, "a data set of a domain that no client has")
     device: str = option("cpu", "where clients train: cpu, cuda (every GPU, one worker each), or cuda:N")
+    together: int = option(1, "clients that train as one on a device, for small networks on a GPU", ge=1)
     exact_shortcuts: bool = option(True, "compute what is frozen once where that is exact")
     channels_last: bool = option(True, "how images lie in memory while a network runs: faster on most processors")
     keep_optimizer: bool | None = option(None, "momentum survives between rounds (default: as the method says)")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pfed import streams, wire
-from pfed.client import Client
+from pfed.client import Client, Companion
 from pfed.config import RunOptions
 from pfed.data.base import ClientData, Federation, Samples, pooled
 from pfed.engines.base import POOLED, Reply
@@ -33,6 +33,7 @@ class Runner:
             self._beside["external"] = federation.external
         if options.representation:
             self._beside["probe"] = probe(federation, options.seed)
+        self.companion: Companion | None = None
         self.device = torch.device("cpu")
         self._moved: dict[int, Tensor] = {}  # of a pool of samples that clients share, what lies on the device
         self._keeps = method.keep_optimizer if options.keep_optimizer is None else options.keep_optimizer
@@ -76,6 +77,7 @@ class Runner:
             public=None if self.federation.public is None else self._here(self.federation.public),
             beside={name: self._here(samples) for name, samples in self._beside.items()},
             keeps_optimizer=self._keeps,
+            companion=self.companion,
         )
 
     def __call__(self, step: str, id: int, round: int, payload: Payload, state: State) -> tuple[Reply, Client]:

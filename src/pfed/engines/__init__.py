@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pfed.engines.base import Engine, States
-from pfed.errors import unknown
+from pfed.errors import UserError, unknown
 
 if TYPE_CHECKING:
     from pfed.runner import Runner
@@ -21,4 +21,10 @@ def engine(name: str, runner: Runner, states: States) -> Engine:
     engines: dict[str, Callable[[Runner, States], Engine]] = {"serial": Serial, "processes": Processes, "debug": Debug}
     if name not in engines:
         raise unknown("engine", name, engines)
+    if runner.options.together > 1:
+        from pfed.engines.together import Together
+
+        if name != "serial":
+            raise UserError(f"run.together > 1 needs engine serial. Got {name}.")
+        return Together(runner, states)
     return engines[name](runner, states)
