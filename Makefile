@@ -36,6 +36,7 @@ format: .venv/ready
 bench: .venv/ready
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/methods.py
+	$(PY) benchmarks/bound.py
 	$(PY) benchmarks/durability.py
 
 .venv/ready: pyproject.toml constraints.txt

@@ -14,14 +14,18 @@ from pfed.data.base import ClientData
 
 
 def federation(clients: int, samples: int, shape: tuple[int, ...], public: int = 0) -> Federation:
-    """Clients with so many training images each, ten classes, and ten test images that all have in common."""
+    """Clients with so many training images each, ten classes, and ten test images that all have in common.
+
+    Of more than a hundred clients each has the images of the hundredth before it.
+    """
     source = torch.Generator().manual_seed(0)
-    x = torch.randint(256, (clients * samples + public, *shape), dtype=torch.uint8, generator=source)
+    distinct = min(clients, 100)
+    x = torch.randint(256, (distinct * samples + public, *shape), dtype=torch.uint8, generator=source)
     pool = Samples.of(x, torch.randint(10, (len(x),), generator=source))
     test = pool.part(range(10))
-    held = [pool.part(range(k * samples, (k + 1) * samples)) for k in range(clients)]
+    held = [pool.part(torch.arange(samples) + k % distinct * samples) for k in range(clients)]
     named = tuple(ClientData(f"client-{k}", part, test) for k, part in enumerate(held))
-    rest = pool.part(range(clients * samples, len(x))) if public else None
+    rest = pool.part(range(distinct * samples, len(x))) if public else None
     return Federation(named, tuple("0123456789"), test, public=rest)
 
 
