@@ -68,8 +68,11 @@ def test_what_a_step_makes_and_gets_is_on_the_device(tiny: Federation, monkeypat
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta"):
         runner("update", 0, 1, {"params": Tensors(a=torch.zeros(2))}, {"mark": torch.zeros(1)})
     assert set(seen) == {"meta"}
+    to, moved = Tensor.to, []
+    monkeypatch.setattr(Tensor, "to", lambda self, *where: moved.append(self.shape) or to(self, *where))
     first, second = (runner.client(id, 1, {}).data.train for id in (0, 1))
     assert first.x is second.x
+    assert tiny.clients[0].train.x.shape not in moved  # it was there since the first step
     assert len(first) == len(tiny.clients[0].train)
 
 

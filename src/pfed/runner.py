@@ -56,7 +56,8 @@ class Runner:
         if self.device.type == "cpu":
             return samples
         for tensor in (samples.x, samples.y):
-            self._moved.setdefault(id(tensor), tensor.to(self.device))
+            if id(tensor) not in self._moved:
+                self._moved[id(tensor)] = tensor.to(self.device)
         x, y = self._moved[id(samples.x)], self._moved[id(samples.y)]
         return replace(samples, x=x, y=y, rows=samples.rows.to(self.device))
 
