@@ -36,7 +36,8 @@ format: .venv/ready
 bench: .venv/ready
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/methods.py
-	$(PY) benchmarks/bound.py
+	$(PY) benchmarks/bound.py --profile
+	$(PY) benchmarks/layout.py
 	$(PY) benchmarks/durability.py
 
 .venv/ready: pyproject.toml constraints.txt

@@ -3,7 +3,9 @@
 FLOPs of a step are counted by torch, forward and backward; the bound is what a product of two square matrices of 1,024
 rows reaches at its best. FedAvg with two clients, CPU seconds of its round without evaluation; both take turns.
 
-    python benchmarks/bound.py [--repeats 5]
+    python benchmarks/bound.py [--repeats 5] [--profile]
+
+With --profile it also prints where the time of a plain training step of the network goes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from common import federation, ratios
 from torch.utils.flop_counter import FlopCounterMode
 
-from pfed import Experiment, Federation, models
+from pfed import Experiment, Federation, machine, models
 from pfed.session import Session
 
 CASES = [("cnn", (1, 28, 28), 10, 600), ("cnn", (1, 28, 28), 50, 600), ("torchvision:resnet18", (3, 64, 64), 32, 192)]
@@ -57,9 +59,33 @@ def speed(data: Federation, model: str, batch: int) -> float:
     return sum(row["samples"] for row in result.rounds) / sum(taken)
 
 
+def print_profile(model: str, shape: tuple[int, ...], batch: int, steps: int = 10) -> None:
+    """The operators that take most of a step."""
+    net = models.build(model, classes=10, shape=shape).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    parameters = list(net.parameters())
+    x, y = torch.rand(batch, *shape), torch.arange(batch) % 10
+
+    def step() -> None:
+        gradients = torch.autograd.grad(F.cross_entropy(net(x), y), parameters)
+        with torch.no_grad():
+            torch._foreach_add_(parameters, gradients, alpha=-0.01)
+
+    machine.keep_freed_memory()
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        for _ in range(steps):
+            step()
+    rows = sorted(found.key_averages(), key=lambda row: -row.self_cpu_time_total)
+    total = sum(row.self_cpu_time_total for row in rows)
+    for row in rows[:8]:
+        share = row.self_cpu_time_total / total
+        print(f"    {row.key:40} {row.self_cpu_time_total / steps / 1000:7.2f} ms  {share:4.0%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for model, shape, batch, samples in CASES:
@@ -75,6 +101,8 @@ def main() -> None:
             f" reached / bound: {ratios(reached, bounds)}",
             flush=True,
         )
+        if arguments.profile:
+            print_profile(model, shape, batch)
 
 
 if __name__ == "__main__":

@@ -78,13 +78,23 @@ class Viewing(nn.Module):
         return out
 
 
-def test_a_model_that_does_not_allow_it_stays_as_it_is(tiny: Federation) -> None:
-    model = Viewing()
+class Asserting(Viewing):
+    """Says so in words of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.conv(x).is_contiguous():
+            raise ValueError("rows first, please")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Viewing, Asserting])
+def test_a_model_that_does_not_allow_it_stays_as_it_is(kind: type[Viewing], tiny: Federation) -> None:
+    model = kind()
     mark([model], "share", (1, 8, 8))
     channels_last([model])
     assert not any(_turned(p) for p in model.parameters())
     assert all(p.grad is None for p in model.parameters())
-    run("fedavg", tiny, Viewing, rounds=1)
+    run("fedavg", tiny, kind, rounds=1)
 
 
 def test_what_leaves_a_model_lies_as_after_a_journey() -> None:

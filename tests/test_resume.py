@@ -253,6 +253,18 @@ def test_any_moment_is_good_for_a_stop(tmp_path: Path, ditto_straight: dict[str,
 
 
 @pytest.mark.usefixtures("few_digits")
+def test_a_run_of_which_only_the_journal_is_left_goes_on_in_python(
+    tmp_path: Path, ditto_straight: dict[str, Any]
+) -> None:
+    folder = stopped_run(ditto(), tmp_path, MOMENTS["the first client of round 4"])
+    for path in folder.glob("record.sqlite*"):
+        path.unlink()
+    with pytest.warns(UserWarning, match="made anew"):
+        ditto().resume(folder)
+    assert_same(outcome(folder), ditto_straight)
+
+
+@pytest.mark.usefixtures("few_digits")
 @pytest.mark.parametrize("every", [0, 1, 3])
 def test_a_stop_leaves_a_checkpoint_of_the_last_whole_round(
     tmp_path: Path, ditto_straight: dict[str, Any], every: int

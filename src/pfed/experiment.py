@@ -117,7 +117,7 @@ class Experiment:
     def resume(self, folder: str | Path) -> Result:
         """Go on from the last good checkpoint of a run of this experiment, which may have more rounds than planned."""
         folder = Path(folder)
-        if not (folder / "record.sqlite").is_file():
+        if not store.holds_run(folder):
             raise UserError(f"There is no run in {str(folder)!r}.")
         models = self._pool()
         with contextlib.closing(Store(folder, self._cap)) as opened:

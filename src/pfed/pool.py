@@ -157,7 +157,7 @@ def channels_last(templates: Sequence[nn.Module]) -> None:
         try:
             with streams.torch_scope(0, "trial"):
                 template.eval()(torch.zeros(2, *anatomy.marks(template).shape)).sum().backward()
-        except RuntimeError:
+        except Exception:  # whatever a user's code raises
             template.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         template.zero_grad()
         template.train(training)

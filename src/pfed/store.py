@@ -212,10 +212,15 @@ def create(runs: Path, stem: str, cap: int = CAP) -> Store:
         raise UserError(f"The runs folder {str(runs)!r} can't be written: {error.strerror}.") from error
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a run can be read there, or mended from its journal."""
+    return any((folder / name).is_file() for name in (RECORD, JOURNAL))
+
+
 def find(runs: Path, run: str) -> Path:
     """The folder of a run by name, or by path."""
     path = Path(run)
-    if any((path / name).is_file() for name in (RECORD, JOURNAL)):
+    if holds_run(path):
         return path
     known = [folder.name for folder in folders(runs)]
     if run not in known:
