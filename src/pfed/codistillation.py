@@ -46,6 +46,13 @@ def public_labels(cohort: Cohort, round: int, batches: int, size: int) -> Tensor
     return _public(cohort).labels[_ids(cohort, round, batches, size)]
 
 
+def public_part(client: Client, round: int, size: int) -> Tensor:
+    """So many public images, drawn anew in every round, the same for all clients; all of them if there are fewer."""
+    total = len(_public(client))
+    drawn = client.common_rng("public_part", round).permutation(total)[: min(size, total)]
+    return _public(client).take(torch.from_numpy(drawn))[0]
+
+
 def _public(side: Client | Cohort) -> Samples:
     assert side.public is not None  # the run was checked for it
     return side.public

@@ -59,17 +59,17 @@ class Exchange:
         self._limit = 8 * model.nbytes + 64 * MEBIBYTE
 
     def train(
-        self, step: str, round: int, ids: Iterable[int], payload: Mapping[str, Any], key: str | None = None
+        self, step: str, round: int, ids: Iterable[int], payload: Mapping[str, Any], *keys: str
     ) -> Iterator[tuple[int, Reply]]:
         """Run a training step; yields accepted answers by ascending client id.
 
-        Where the values under `key` are to be combined, they must have the names and shapes of the first one.
+        Values under `keys` are to be combined, so they must have the names and shapes of the first client's.
         """
         self.calls += 1
         chosen = self._present(round, ids)
         call = self._call(step, round, chosen, payload, self.calls)
         answered, slowest = 0, 0.0
-        pattern: Any = None
+        patterns: dict[str, Any] = {}
         for client, answer in _ascending(chosen, self.engine.map(call)):
             sent = {**call.common, **call.own[client]}
             self._count(self.ledger.down, client, sent)
@@ -78,13 +78,8 @@ class Exchange:
                 slowest = max(slowest, seconds)
                 self._count(self.ledger.up, client, answer.payload)
                 answer = self._inspect(answer, sent, seconds)
-            if isinstance(answer, Reply) and key is not None:
-                found = _pattern(answer.payload.get(key))
-                pattern = found if pattern is None else pattern
-                if found is None:
-                    answer = Failure("bad reply", f"there is no {key!r} in it")
-                elif found != pattern:
-                    answer = Failure("bad reply", f"{key} does not fit that of the other clients")
+            if isinstance(answer, Reply) and (misfit := _misfit(answer.payload, keys, patterns)):
+                answer = Failure("bad reply", misfit)
             if isinstance(answer, Failure):
                 self.ledger.failures[client] = answer
                 continue
@@ -167,6 +162,18 @@ def _pattern(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else None if value is None else type(value)
 
 
+def _misfit(payload: Mapping[str, Any], keys: Iterable[str], patterns: dict[str, Any]) -> str | None:
+    """Why these values can't be combined with those of the clients before, if so; the first makes the patterns."""
+    found = {key: _pattern(payload.get(key)) for key in keys}
+    for key, pattern in found.items():
+        if pattern is None:
+            return f"there is no {key!r} in it"
+        if pattern != patterns.get(key, pattern):
+            return f"{key} does not fit that of the other clients"
+    patterns.update(found)
+    return None
+
+
 def _ascending(ids: list[int], answers: Iterable[tuple[int, Reply | Failure]]) -> Iterator[tuple[int, Reply | Failure]]:
     """Bring answers into the order of ids, holding back those that come early."""
     waiting: dict[int, Reply | Failure] = {}
@@ -190,6 +197,7 @@ class Cohort:
         self.total = len(exchange.engine.ids)
         self.public = exchange.public
         self.answered: list[int] = []  # who answered the last call
+        self.trained: list[int] = []  # those of them who could train
 
     def call(self, step: Callable[..., Any], alike: str | None = None, /, **payload: Any) -> Replies:
         """Run a step on every client of the cohort and wait for all answers.
@@ -197,20 +205,39 @@ class Cohort:
         A client whose value under the name `alike` has not the names and shapes of the others' has failed.
         """
         replies = Replies(self._agg)
-        for client, reply in self._exchange.train(step.__name__, self.round, self.ids, payload, alike):
+        keys = () if alike is None else (alike,)
+        for client, reply in self._exchange.train(step.__name__, self.round, self.ids, payload, *keys):
             replies[client] = reply.payload
             replies.weights[client] = reply.weight
         self.answered = list(replies)
+        self.trained = [client for client in replies if replies.weights[client] > 0]
         return replies
 
-    def mean(self, step: Callable[..., Any], key: str, **payload: Any) -> Any:
-        """Run a step and average one value of the answers as they arrive: memory does not grow with the cohort."""
-        fold = Average(self._agg)
-        self.answered = []
-        for client, reply in self._exchange.train(step.__name__, self.round, self.ids, payload, key):
-            fold.add(reply.payload[key], reply.weight)
+    def mean(self, step: Callable[..., Any], *keys: str, **payload: Any) -> Any:
+        """Run a step and average a value of the answers, or several, as they arrive.
+
+        Memory does not grow with the cohort.
+        """
+        means = self._means(step, keys, self._agg, payload)
+        return means if len(keys) > 1 else means[0]
+
+    def sum(self, step: Callable[..., Any], *keys: str, **payload: Any) -> Any:
+        """The same, but the sums over the clients."""
+        means = self._means(step, keys, "uniform", payload)
+        sums = tuple(len(self.trained) * mean for mean in means)
+        return sums if len(keys) > 1 else sums[0]
+
+    def _means(
+        self, step: Callable[..., Any], keys: tuple[str, ...], agg: Aggregation, payload: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        folds = {key: Average(agg) for key in keys}
+        self.answered, self.trained = [], []
+        for client, reply in self._exchange.train(step.__name__, self.round, self.ids, payload, *keys):
+            for key, fold in folds.items():
+                fold.add(reply.payload[key], reply.weight)
             self.answered.append(client)
-        return fold.value()
+            self.trained += [client] if reply.weight > 0 else []
+        return tuple(fold.value() for fold in folds.values())
 
     def only(self, ids: Iterable[int]) -> Cohort:
         """Some of these clients."""
@@ -220,9 +247,13 @@ class Cohort:
         """The union of all clients' data as one client: for central training in a simulation."""
         return Cohort(self._exchange, [POOLED], self.round)
 
-    def model(self) -> nn.Module:
-        """A module on the server, with the run's initial values."""
-        return self._exchange.pool.take(POOLED)
+    def model(self, *tensors: Tensors | None) -> nn.Module:
+        """A module on the server with the given tensors, else the run's initial values."""
+        return self._exchange.pool.take(POOLED, *tensors)
+
+    @property
+    def seed(self) -> int:
+        return self._exchange.options.seed
 
     def rng(self, stream: str) -> np.random.Generator:
         """A random stream of the server in this round."""

@@ -23,6 +23,14 @@ def kl(a: Tensor, b: Tensor, tau: float = 1.0) -> Tensor:
     return (p.exp() * (p - q)).sum(-1).mean()
 
 
+def balanced(logits: Tensor, counts: Tensor) -> Tensor:
+    """Logits under which cross-entropy does not favour frequent classes: plus the log of the class's samples.
+
+    The balanced softmax of Ren et al. (NeurIPS 2020). A class without any counts as 1e-9 of a sample.
+    """
+    return logits + counts.to(logits.dtype).clamp(min=1e-9).log()
+
+
 def supervised_contrastive(u: Tensor, y: Tensor, tau: float) -> Tensor:
     """Pulls features of one class together and pushes those of others away (Khosla et al., NeurIPS 2020); one view.
 

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from pfed.anatomy import ALL, BACKBONE, HEAD, params, snapshot
+from pfed.client import Client
+from pfed.cohort import Cohort
+from pfed.method import Aggregation, Method, step
+from pfed.options import option
+from pfed.registry import register
+from pfed.tensors import Tensors
+from pfed.wire import Payload, State
+
+
+@register("fedbabu")
+@dataclass(frozen=True)
+class FedBABU(Method):
+    """FedBABU: only the body is trained together, under a head that never changes (Oh et al., ICLR 2022).
+
+    All clients have the same random head and train the body under it; w_b = Σ a_k w_b,k. After the last round each
+    client tunes its model on its own data.
+
+    >>> from pfed import Experiment
+    >>> result = Experiment("fedbabu", clients=4, rounds=1, hyper={"ft_epochs": 2}).run()
+
+    Deviations from the paper: none.
+    """
+
+    ft_epochs: int = option(10, "epochs of tuning after the last round", ge=0)
+    ft_scope: Literal["all", "head", "body"] = option("all", "what is tuned")
+    agg: Aggregation = "samples"
+
+    def init(self, model: nn.Module) -> State:
+        return {"body": params(model, BACKBONE)}
+
+    def download(self, server: State) -> Payload:
+        return {"body": server["body"]}
+
+    def round(self, server: State, cohort: Cohort) -> None:
+        server["body"] = cohort.mean(self.update, "body", **self.download(server))
+
+    @step
+    def update(self, client: Client, body: Tensors) -> Payload:
+        model = client.model(body)
+        client.fit(model, only=BACKBONE)
+        client.keep(model)
+        return {"body": client.share(model, BACKBONE)}
+
+    def finish(self, server: State, cohort: Cohort) -> None:
+        cohort.call(self.tune, **self.download(server))
+
+    @step
+    def tune(self, client: Client, body: Tensors) -> None:
+        model = client.model(body)
+        scope = {"all": ALL, "head": HEAD, "body": BACKBONE}[self.ft_scope]
+        client.fit(model, epochs=self.ft_epochs, only=scope, stream="tune")
+        client.state["tuned"] = snapshot(model)
+
+    def predictor(self, client: Client, body: Tensors) -> dict[str, nn.Module]:
+        untuned, tuned = client.model(body), client.state.get("tuned")
+        return {"personal": untuned if tuned is None else client.model(tuned), "untuned": untuned}

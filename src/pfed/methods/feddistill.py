@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pfed.anatomy import ALL
+from pfed.client import Client, Loss
+from pfed.cohort import Cohort
+from pfed.forward import Batch
+from pfed.losses import kl
+from pfed.method import Each, Method, Reduction, step
+from pfed.options import option
+from pfed.registry import register
+from pfed.wire import Payload, State
+
+
+@register("feddistill")
+@dataclass(frozen=True)
+class FedDistill(Method):
+    """Federated distillation: clients share their mean logits by label, no weights (Jeong et al., 2018).
+
+    While it trains its own model a client keeps the mean of its logits for each label, F_k (C × C), and sends it.
+    Client k gets G_k, by label the mean over the other clients that have it, and trains by CE + λ KL(softmax(G_k,y) ||
+    softmax(f)).
+
+    >>> from pfed import Experiment
+    >>> result = Experiment("feddistill", model="mlp,cnn-small", clients=4, rounds=2).run()
+
+    Deviations from the paper: of clients that do not take part in a round the newest logits are used.
+    """
+
+    lam: float = option(0.1, "weight of the distillation", ge=0)
+    distance: Literal["kl", "mse"] = option("kl", "how the logits are compared")
+    leave_one_out: bool = option(True, "a client's own logits are not in its mean")
+    same_architecture = False
+    keep_optimizer = True
+    needs = frozenset({"replies"})
+    reduces_to = (Reduction({"lam": 0.0}, "local", {"matched_participation": True}),)
+
+    def init(self, model: nn.Module) -> State:
+        return {"logits": {}, "seen": {}}
+
+    def download(self, server: State) -> dict[str, Any]:
+        return {}
+
+    def round(self, server: State, cohort: Cohort) -> None:
+        means = {client: self._mean(server, client) for client in cohort.ids}
+        logits = Each({client: mean[0] for client, mean in means.items()})
+        known = Each({client: mean[1] for client, mean in means.items()})
+        replies = cohort.call(self.update, "logits", logits=logits, known=known)
+        for client, reply in replies.items():
+            server["logits"][client], server["seen"][client] = reply["logits"], reply["seen"]
+
+    def _mean(self, server: State, client: int) -> tuple[Tensor | None, Tensor | None]:
+        """G_k and for which labels there is one."""
+        others = [k for k in sorted(server["logits"]) if k != client or not self.leave_one_out]
+        if not others:
+            return None, None
+        count = torch.stack([server["seen"][k] for k in others]).sum(0)  # (classes,)
+        total = torch.stack([server["logits"][k] for k in others]).sum(0)  # (classes, classes)
+        return total / count.clamp(min=1)[:, None], count > 0
+
+    @step
+    def update(self, client: Client, logits: Tensor | None, known: Tensor | None) -> Payload:
+        model = client.model()
+        sums, counts = torch.zeros(client.classes, client.classes), torch.zeros(client.classes)
+        client.fit(model, self._loss(client, logits, known, sums, counts))
+        client.keep(model, ALL)
+        return {"logits": sums / counts.clamp(min=1)[:, None], "seen": counts > 0}
+
+    def _loss(self, client: Client, mean: Tensor | None, known: Tensor | None, sums: Tensor, counts: Tensor) -> Loss:
+        """The loss, which on the way adds up the logits by label."""
+
+        def loss(model: nn.Module, batch: Batch) -> Tensor:
+            out = model(batch)
+            sums.index_add_(0, batch.y, out.detach())
+            counts.index_add_(0, batch.y, torch.ones(len(batch.y)))
+            own = F.cross_entropy(out, batch.y)
+            if mean is None or known is None or not self.lam:
+                return own
+            there = known[batch.y]
+            if not there.any():
+                return own
+            target, found = mean[batch.y[there]], out[there]
+            far = kl(target, found) if self.distance == "kl" else F.mse_loss(found, target)
+            client.log_mean(distillation=far.detach())
+            return own + self.lam * far * (len(found) / len(out))
+
+        return loss
+
+    def predictor(self, client: Client) -> nn.Module:
+        return client.model()

@@ -1,0 +1,59 @@
+"""Classifiers that are made once, from the run's seed, and neither learn nor travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pfed import anatomy
+from pfed.errors import UserError
+from pfed.pool import Spec
+
+
+def orthonormal(width: int, classes: int) -> Tensor:
+    """Random orthonormal rows. (classes, width)"""
+    q: Tensor = torch.linalg.qr(torch.randn(width, classes))[0]
+    return q.T.contiguous()
+
+
+def simplex_frame(width: int, classes: int) -> Tensor:
+    """A simplex equiangular tight frame: unit rows with pairwise cosine -1/(classes - 1). (classes, width)"""
+    centred = torch.eye(classes) - 1 / classes
+    return math.sqrt(classes / (classes - 1)) * (centred @ orthonormal(width, classes))
+
+
+class FixedHead(nn.Module):
+    """Scores ⟨weight_y, z/‖z‖⟩, times a learned scale where one is given."""
+
+    def __init__(self, weight: Tensor, scale: float | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.scale = None if scale is None else nn.Parameter(torch.tensor(scale))
+
+    def forward(self, z: Tensor) -> Tensor:
+        scores = F.normalize(z.flatten(1), dim=1) @ self.weight.T
+        return scores if self.scale is None else self.scale * scores
+
+
+def with_fixed_head(spec: Spec, make: Callable[[int, int], nn.Module], method: str) -> nn.Module:
+    """The base model with another head; a parameter `weight` of that neither learns nor travels."""
+    model = spec.base()
+    name = anatomy.head_name(model)
+    head = model.get_submodule(name)
+    if not isinstance(head, nn.Linear) or head is model:
+        raise UserError(f"{method} needs an encoder with a linear head. Got {type(head).__name__} as the head.")
+    if head.out_features > head.in_features:
+        few = f"{head.in_features} for {head.out_features} classes"
+        raise UserError(f"{method} needs a model with at least as many features as classes. Got {few}.")
+    made = spec.add("classifier", lambda: make(head.in_features, head.out_features))
+    model.set_submodule(name, made)
+    anatomy.set_head(model, name)
+    fixed = {
+        n for n in anatomy.names_under(model, name) if n.endswith("weight") and n.count(".") == name.count(".") + 1
+    }
+    anatomy.marks(model).fixed |= fixed
+    return model
