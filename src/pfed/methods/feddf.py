@@ -15,8 +15,10 @@ from pfed.method import Aggregation, Method, Reduction, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.solvers import joint
-from pfed.tensors import Tensors
+from pfed.tensors import Mean, Tensors
 from pfed.wire import Payload, State
+
+LOOK = 10  # steps between two looks at the images held out
 
 
 @register("feddf")
@@ -43,11 +45,16 @@ class FedDF(Method):
     needs = frozenset({"public", "replies"})
     reduces_to = (Reduction({"server_steps": 0}, "fedavg"),)
 
+    def check(self, options: RunOptions, federation: Federation) -> None:
+        if options.bn != "share":
+            raise UserError(f"FedDF runs models at the server, which needs run.bn 'share'. Got {options.bn!r}.")
+
     def round(self, server: State, cohort: Cohort) -> None:
         replies = cohort.call(self.update, "params", **self.download(server))
         mean = replies.mean("params")
-        if self.server_steps:
-            mean = self._distil(cohort, mean, list(replies.each("params").values()))
+        trained = [replies[client]["params"] for client in cohort.trained]
+        if self.server_steps and trained:
+            mean = self._distil(cohort, mean, trained)  # type: ignore[arg-type]
         server["params"] = mean
 
     @step
@@ -55,43 +62,55 @@ class FedDF(Method):
         return {"params": joint(client, params)}
 
     def _distil(self, cohort: Cohort, mean: Tensors, models: list[Tensors]) -> Tensors:
+        """The mean, after the steps with which it agrees best with its teachers on images held out."""
         assert cohort.public is not None
         x = cohort.public.take()[0]
-        teacher = torch.stack([_logits(cohort, params, x) for params in models]).mean(0)  # (public, classes)
+        student = cohort.model(mean)
+        fold = Mean()
+        for params in models:
+            _load(student, params)
+            fold.add(_eval(student, x), 1.0)
+        teacher: Tensor = fold.value()  # type: ignore[assignment]
+        _load(student, mean)
         order = torch.from_numpy(cohort.rng("distillation").permutation(len(x)))
-        held, used = order[: len(x) // 10], order[len(x) // 10 :]
-        student = cohort.model(mean).train()
+        held, used = (order[: len(x) // 10], order[len(x) // 10 :]) if self.patience else (order[:0], order)
+        best, best_at, kept = self._apart(student, teacher, x, held), 0, mean
         adam = torch.optim.Adam(student.parameters(), self.server_lr)
-        best, best_at, kept = math.inf, 0, mean
         batches = cohort.rng("distillation_batches")
         with streams.torch_scope(cohort.seed, "server", cohort.round, "dropout"):
-            for number in range(self.server_steps):
+            for number in range(1, self.server_steps + 1):
                 for group in adam.param_groups:
-                    group["lr"] = self.server_lr * (1 + math.cos(math.pi * number / self.server_steps)) / 2
+                    group["lr"] = self.server_lr * (1 + math.cos(math.pi * (number - 1) / self.server_steps)) / 2
                 index = used[torch.from_numpy(batches.permutation(len(used))[: self.server_batch])]
+                if len(index) == 1 and anatomy.has_batchnorm(student):
+                    break
                 adam.zero_grad()
-                kl(teacher[index], student(x[index])).backward()  # type: ignore[no-untyped-call]
+                kl(teacher[index], student.train()(x[index])).backward()  # type: ignore[no-untyped-call]
                 adam.step()
-                if self.patience and len(held) and (number + 1) % 10 == 0:
-                    loss = float(kl(teacher[held], _eval(student, x[held])))
-                    if loss < best:
-                        best, best_at, kept = loss, number, anatomy.params(student)
-                    elif number - best_at >= self.patience:
-                        break
-        found = kept if best < math.inf else anatomy.params(student)
-        return found.only(mean)
+                if number % LOOK and number < self.server_steps:
+                    continue
+                apart = self._apart(student, teacher, x, held)
+                if apart < best or not len(held):
+                    best, best_at, kept = apart, number, anatomy.params(student).only(mean)
+                elif number - best_at >= self.patience:
+                    break
+        return kept
+
+    def _apart(self, student: nn.Module, teacher: Tensor, x: Tensor, index: Tensor) -> float:
+        return float(kl(teacher[index], _eval(student, x[index]))) if len(index) else math.inf
 
     def predictor(self, client: Client, params: Tensors) -> nn.Module:
         return client.model(params)
 
 
-def _logits(cohort: Cohort, params: Tensors, x: Tensor) -> Tensor:
-    return _eval(cohort.model(params), x)
+@torch.no_grad()
+def _load(model: nn.Module, params: Tensors) -> None:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in params:
+            tensor.copy_(params[name])
 
 
 @torch.no_grad()
 def _eval(model: nn.Module, x: Tensor) -> Tensor:
     model.eval()
-    out = torch.cat([model(part) for part in torch.split(x, SLICE)])
-    model.train()
-    return out
+    return torch.cat([model(part) for part in torch.split(x, SLICE)])

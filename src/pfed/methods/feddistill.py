@@ -48,21 +48,32 @@ class FedDistill(Method):
         return {}
 
     def round(self, server: State, cohort: Cohort) -> None:
-        means = {client: self._mean(server, client) for client in cohort.ids}
+        sums = self._sums(server)
+        means = {client: self._mean(server, sums, client) for client in cohort.ids}
         logits = Each({client: mean[0] for client, mean in means.items()})
         known = Each({client: mean[1] for client, mean in means.items()})
         replies = cohort.call(self.update, "logits", logits=logits, known=known)
-        for client, reply in replies.items():
-            server["logits"][client], server["seen"][client] = reply["logits"], reply["seen"]
+        for client in cohort.trained:
+            server["logits"][client], server["seen"][client] = replies[client]["logits"], replies[client]["seen"]
 
-    def _mean(self, server: State, client: int) -> tuple[Tensor | None, Tensor | None]:
+    def _sums(self, server: State) -> tuple[Tensor, Tensor] | None:
+        """All clients' logits by label, and how many have the label. (classes, classes), (classes,)"""
+        if not server["logits"]:
+            return None
+        known = sorted(server["logits"])
+        logits = torch.stack([server["logits"][k] for k in known]).double().sum(0)
+        return logits, torch.stack([server["seen"][k] for k in known]).double().sum(0)
+
+    def _mean(
+        self, server: State, sums: tuple[Tensor, Tensor] | None, client: int
+    ) -> tuple[Tensor | None, Tensor | None]:
         """G_k and for which labels there is one."""
-        others = [k for k in sorted(server["logits"]) if k != client or not self.leave_one_out]
-        if not others:
+        if sums is None:
             return None, None
-        count = torch.stack([server["seen"][k] for k in others]).sum(0)  # (classes,)
-        total = torch.stack([server["logits"][k] for k in others]).sum(0)  # (classes, classes)
-        return total / count.clamp(min=1)[:, None], count > 0
+        total, count = sums
+        if self.leave_one_out and client in server["logits"]:
+            total, count = total - server["logits"][client], count - server["seen"][client].double()
+        return (total / count.clamp(min=1)[:, None]).float(), count > 0
 
     @step
     def update(self, client: Client, logits: Tensor | None, known: Tensor | None) -> Payload:

@@ -115,10 +115,12 @@ class FedPAC(Method):
 def combination(variance: Tensor, means: Tensor, i: int) -> Tensor:
     """The weights of all heads in client i's: least αᵀ(diag(V) + D_i)α on the simplex. (clients,)"""
     apart = (means[i] - means).flatten(1)  # (clients, classes * d)
-    values, vectors = torch.linalg.eigh(torch.diag(variance) + apart @ apart.T)
-    if values.min() < 0:  # by rounding, or a negative estimate of the variance
-        values = values.clamp(min=0.01)
-    alpha = simplex.quadratic(vectors @ torch.diag(values) @ vectors.T)
+    q = torch.diag(variance) + apart @ apart.T
+    values, vectors = torch.linalg.eigh(q)
+    if values.min() < -1e-12 * values.max():  # a negative estimate of a variance
+        sound = values >= 0.01
+        q = vectors[:, sound] @ torch.diag(values[sound]) @ vectors[:, sound].T
+    alpha = simplex.quadratic(q)
     alpha = torch.where(alpha < 1e-3, 0.0, alpha)
     return alpha / alpha.sum()
 

@@ -31,7 +31,7 @@ class L2GD(Method):
     """
 
     p: float = option(0.5, "chance that a round is an aggregation", ge=0, lt=1)
-    mix: float = option(0.5, "how far a model moves to the mean", ge=0, le=1)
+    mix: float = option(0.5, "how far a model moves to the mean", gt=0, le=1)
     agg: Aggregation = "uniform"
     keep_optimizer = True
     sends_all = True
@@ -42,7 +42,7 @@ class L2GD(Method):
         return "all"
 
     def init(self, model: nn.Module) -> State:
-        return {"fresh": False}
+        return {"fresh": True}  # all models are the same, and so is their mean
 
     def download(self, server: State) -> Payload:
         return {}

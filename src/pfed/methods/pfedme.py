@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from pfed import anatomy, streams
+from pfed.anatomy import STATS, params
 from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.method import Aggregation, Method, step
@@ -38,13 +39,21 @@ class PFedMe(Method):
     beta: float = option(1.0, "step of the server", ge=0)
     agg: Aggregation = "uniform"
 
+    def init(self, model: nn.Module) -> State:
+        return {"params": params(model, ~STATS), "statistics": params(model, STATS)}
+
+    def download(self, server: State) -> Payload:
+        return {"params": server["params"], "statistics": server["statistics"]}
+
     def round(self, server: State, cohort: Cohort) -> None:
-        mean, before = cohort.mean(self.update, "params", **self.download(server)), server["params"]
+        mean, statistics = cohort.mean(self.update, "params", "statistics", **self.download(server))
+        before = server["params"]
         server["params"] = mean if self.beta == 1 else (1 - self.beta) * before + self.beta * mean
+        server["statistics"] = statistics
 
     @step
-    def update(self, client: Client, params: Tensors) -> Payload:
-        model = client.model(params)
+    def update(self, client: Client, params: Tensors, statistics: Tensors) -> Payload:
+        model = client.model(params, statistics)
         theta = anatomy.trainable(model, ~anatomy.of(anatomy.marks(model).fixed))
         w = {name: p.detach().clone() for name, p in theta.items()}
         with streams.torch_scope(client.options.seed, "dropout", client.id, client.round, "train"):
@@ -62,8 +71,8 @@ class PFedMe(Method):
         client.trained(model)
         copy = client.model(client.state["theta"], Tensors(w))
         client.keep(copy)
-        return {"params": client.share(copy)}
+        return {"params": client.share(copy, ~STATS), "statistics": client.share(copy, STATS)}
 
-    def predictor(self, client: Client, params: Tensors) -> dict[str, nn.Module]:
-        general, theta = client.model(params), client.state.get("theta")
+    def predictor(self, client: Client, params: Tensors, statistics: Tensors) -> dict[str, nn.Module]:
+        general, theta = client.model(params, statistics), client.state.get("theta")
         return {"personal": general if theta is None else client.model(theta), "global": general}

@@ -44,9 +44,9 @@ class PFedSD(Method):
     def update(self, client: Client, params: Tensors) -> Payload:
         model, before = client.model(params), client.state.get("personal")
         loss = self._loss(client, client.model(before).eval()) if before is not None and self.lam else None
-        client.fit(model, loss)
+        if client.fit(model, loss).steps:
+            client.state["personal"] = snapshot(model)
         client.keep(model)
-        client.state["personal"] = snapshot(model)
         return {"params": client.share(model)}
 
     def _loss(self, client: Client, teacher: nn.Module) -> Loss:

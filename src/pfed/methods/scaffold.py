@@ -8,7 +8,7 @@ from pfed import anatomy
 from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.forward import Batch
-from pfed.method import Aggregation, Method, step
+from pfed.method import Method, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.sgd import SGD
@@ -34,7 +34,7 @@ class Scaffold(Method):
 
     eta_g: float = option(1.0, "step of the server", gt=0)
     plain_sgd: bool = option(True, "leave out the run's momentum and weight decay")
-    agg: Aggregation = "uniform"
+    agg = "uniform"  # the variates are right for the simple mean only
 
     def init(self, model: nn.Module) -> State:
         variates = anatomy.params(model).only(name for name, _ in model.named_parameters())
@@ -45,8 +45,9 @@ class Scaffold(Method):
 
     def round(self, server: State, cohort: Cohort) -> None:
         x, change = cohort.mean(self.update, "params", "change", **self.download(server))
-        before = server["params"]
-        server["params"] = x if self.eta_g == 1 else before + self.eta_g * (x - before)
+        before = server["params"].only(server["control"])
+        moved = before + self.eta_g * (x.only(before) - before)
+        server["params"] = x if self.eta_g == 1 else x | moved
         server["control"] = server["control"] + len(cohort.trained) / cohort.total * change
 
     @step

@@ -16,6 +16,8 @@ from pfed.pool import Spec
 
 def orthonormal(width: int, classes: int) -> Tensor:
     """Random orthonormal rows. (classes, width)"""
+    if classes > width:
+        raise UserError(f"A fixed classifier needs at least as many features as classes. Got {width} for {classes}.")
     q: Tensor = torch.linalg.qr(torch.randn(width, classes))[0]
     return q.T.contiguous()
 
@@ -32,7 +34,7 @@ class FixedHead(nn.Module):
     def __init__(self, weight: Tensor, scale: float | None = None):
         super().__init__()
         self.weight = nn.Parameter(weight)
-        self.scale = None if scale is None else nn.Parameter(torch.tensor(scale))
+        self.scale = None if scale is None else nn.Parameter(torch.tensor(float(scale)))
 
     def forward(self, z: Tensor) -> Tensor:
         scores = F.normalize(z.flatten(1), dim=1) @ self.weight.T
@@ -46,14 +48,9 @@ def with_fixed_head(spec: Spec, make: Callable[[int, int], nn.Module], method: s
     head = model.get_submodule(name)
     if not isinstance(head, nn.Linear) or head is model:
         raise UserError(f"{method} needs an encoder with a linear head. Got {type(head).__name__} as the head.")
-    if head.out_features > head.in_features:
-        few = f"{head.in_features} for {head.out_features} classes"
-        raise UserError(f"{method} needs a model with at least as many features as classes. Got {few}.")
     made = spec.add("classifier", lambda: make(head.in_features, head.out_features))
     model.set_submodule(name, made)
     anatomy.set_head(model, name)
-    fixed = {
-        n for n in anatomy.names_under(model, name) if n.endswith("weight") and n.count(".") == name.count(".") + 1
-    }
+    fixed = {f"{where}.weight" for where, module in model.named_modules() if isinstance(module, FixedHead)}
     anatomy.marks(model).fixed |= fixed
     return model
