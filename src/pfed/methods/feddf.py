@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from pfed import anatomy, streams
 from pfed.client import Client
 from pfed.cohort import Cohort
+from pfed.config import RunOptions
+from pfed.data.base import Federation
+from pfed.errors import UserError
 from pfed.forward import SLICE
 from pfed.losses import kl
 from pfed.method import Aggregation, Method, Reduction, step
