@@ -186,12 +186,12 @@ def test_the_slope_of_apfl_is_that_of_the_loss() -> None:
 
 def test_l2gd() -> None:
     """Local rounds until the coin says aggregate; then each model goes a quarter of the way to their mean."""
-    done = go("l2gd", 6, {"p": 0.5, "mix": 0.25})
+    done = go("l2gd", 10, {"p": 0.5, "mix": 0.25})
     turns = [value for _, client, name, value in done.result.logs if name == "aggregation"]
-    assert 0 < sum(turns) < 6
+    assert 0 < sum(turns) < 10
     x = [START, START]
     moved = 0
-    for aggregates, before in zip(turns, [0.0, *turns], strict=False):
+    for aggregates, before in zip(turns, [1.0, *turns], strict=False):
         if aggregates:
             middle = mean(*x, share=0.5)
             x = [combine((0.75, own), (0.25, middle)) for own in x]

@@ -61,7 +61,7 @@ class SphereFed(Method):
         model = client.model(params)
 
         def loss(model: nn.Module, batch: Batch) -> Tensor:
-            error = (model(batch) - F.one_hot(batch.y, client.classes)) ** 2
+            error: Tensor = (model(batch) - F.one_hot(batch.y, client.classes)) ** 2
             return error.mean() if self.reduction == "mean" else error.sum(1).mean()
 
         local = client.local
