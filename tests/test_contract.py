@@ -203,8 +203,9 @@ def test_unsampled_clients_are_untouched(method: str, tiny: Federation, spies: l
     called = {client for client, round in spies[0].calls if round == 1 and client != POOLED}
     assert len(chosen) == (4 if session.method.participation == "all" else 1)
     assert called <= chosen
-    if session.last == 1:  # what comes after the rounds, such as fine-tuning, is everybody's
-        assert {client for client, state in states(session)["clients"].items() if state} <= chosen | {POOLED}
+    before = {client for client, round in spies[0].calls if round < 1}  # what comes before the rounds is everybody's,
+    if session.last == 1:  # and so is what comes after them, such as fine-tuning
+        assert {client for client, state in states(session)["clients"].items() if state} <= chosen | before | {POOLED}
 
 
 @every_method

@@ -44,6 +44,7 @@ _HOMES = {
     "set_head": "anatomy",
     "snapshot": "anatomy",
     "step": "method",
+    "tune": "tuning",
 }
 
 __all__ = sorted(_HOMES)
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from pfed.registry import register
     from pfed.result import Comparison, Result
     from pfed.tensors import Tensors
+    from pfed.tuning import tune
 
 
 def __getattr__(name: str) -> Any:

@@ -299,6 +299,21 @@ def features(model: nn.Module, x: Any) -> Tensor:
     raise UserError(f"{type(model).__name__} does not use its head {name!r}.")
 
 
+def width(model: nn.Module) -> int:
+    """How many features the head receives for one input."""
+    return once(model, "width", _width)
+
+
+@torch.no_grad()
+def _width(model: nn.Module) -> int:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        return features(model.eval(), torch.zeros(1, *marks(model).shape)).flatten(1).shape[1]
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def head(model: nn.Module, z: Tensor) -> Tensor:
     """The head applied to features."""
     out: Tensor = model.get_submodule(head_name(model))(z)

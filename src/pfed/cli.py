@@ -16,6 +16,12 @@ from pfed import config, options
 from pfed.errors import RunError, UserError, unknown
 
 RUNS = "runs"
+_NEEDS = {
+    "public": "public data",
+    "validation": "validation data",
+    "pooled": "all data in one place",
+    "replies": "each client's answer",  # a sum over clients is not enough
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -94,7 +100,24 @@ def _parser() -> Parser:
     several.add_argument("methods", nargs="+", metavar="METHOD")
     several.add_argument("--seeds", metavar="N|A,B,…", default="1", help="how many seeds, or which")
     several.add_argument("--report", metavar="FILE", help="also write a report")
+    several.add_argument("--reuse", action="store_true", help="take runs of the same settings that are there already")
     _add_run_options(several)
+    search = command(
+        "tune", "find settings that suit methods, on validation data", _tune, "pfed tune METHOD… [--try KEY=A,B,…]…"
+    )
+    search.add_argument("methods", nargs="+", metavar="METHOD")
+    search.add_argument(
+        "--try",
+        dest="tries",
+        metavar="KEY=A,B,…",
+        action="append",
+        default=[],
+        help="values to try of local.* or of a method's option [some learning rates, and what the options name]",
+    )
+    search.add_argument("--search", choices=["halving", "grid"], default="halving", help="how to search [halving]")
+    search.add_argument("--seeds", metavar="N|A,B,…", default="1", help="how many seeds, or which")
+    search.add_argument("--out", metavar="FILE.toml", help="put the best settings into a preset file")
+    _add_run_options(search)
     again = command("resume", "go on with a stopped run", _resume)
     again.add_argument("name", metavar="RUN")
     again.add_argument("--rounds", metavar="N", help="more rounds than were planned")
@@ -136,6 +159,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], help="any option: of the run, local.*, or METHOD.*"
     )
+    parser.add_argument("--preset", metavar="NAME|FILE.toml", help="settings by name, as tuned/label-skew or original")
     _add_common(parser)
 
 
@@ -186,6 +210,9 @@ def _set(values: dict[str, Any], methods: Sequence[str], key: str, text: str) ->
         values["local"][name] = options.parse(config.Local, name, text, "local")
         return
     if not dot and key in options.hints(config.RunOptions):
+        for method in methods:
+            if key in registry.fields(method):
+                raise UserError(f"{key} is an option of the run and of {method}. Write --{key} or {method}.{key}.")
         values[key] = options.parse(config.RunOptions, key, text, "run")
         return
     if dot and owner not in methods:
@@ -229,10 +256,21 @@ def _run(arguments: argparse.Namespace) -> None:
 
     from pfed.experiment import Experiment
 
-    values = _settings(arguments, [method], base)
+    values = _settings(arguments, [method], _under(arguments, method, base))
     experiment = Experiment.from_config({**values, "hyper": values["hyper"].get(method, {})})
     result = experiment.run(_runs_folder(arguments))
     _finish(result, arguments)
+
+
+def _under(arguments: argparse.Namespace, method: str, base: dict[str, Any]) -> dict[str, Any]:
+    """What a file or a name says, over what the preset does."""
+    if arguments.preset is None:
+        return base
+    from pfed import presets
+
+    found = presets.load(arguments.preset).of(method)
+    tables = {key: {**found[key], **base.get(key, {})} for key in ("local", "hyper")}
+    return {**found, **base, **tables}
 
 
 def _finish(result: Any, arguments: argparse.Namespace) -> None:
@@ -248,7 +286,8 @@ def _compare(arguments: argparse.Namespace) -> None:
 
     from pfed.comparison import compare
 
-    comparison = compare(arguments.methods, seeds=seeds, runs=_runs_folder(arguments), **values)
+    kept = {"runs": _runs_folder(arguments), "reuse": arguments.reuse}
+    comparison = compare(arguments.methods, seeds=seeds, preset=arguments.preset, **kept, **values)
     if arguments.report:
         from pfed.report import write
 
@@ -257,6 +296,49 @@ def _compare(arguments: argparse.Namespace) -> None:
         _print_json(comparison.json())
     else:
         print("\n".join([comparison.table(), "", *comparison.notes()]).rstrip())
+
+
+def _tune(arguments: argparse.Namespace) -> None:
+    values = _settings(arguments, arguments.methods, {})
+    seeds = _seeds(arguments.seeds, values.pop("seed", 0))
+    hyper = values.pop("hyper")
+
+    from pfed.tuning import tune
+
+    found = []
+    for method in arguments.methods:
+        own = _under(arguments, method, {**values, "hyper": hyper.get(method, {})})
+        tries = _tries(arguments.tries, method) if arguments.tries else None
+        tuning = tune(method, tries, search=arguments.search, seeds=seeds, runs=arguments.runs, **own)
+        if arguments.out:
+            tuning.save(Path(arguments.out))
+        found.append(tuning)
+        if not arguments.json:
+            print("\n".join([method, tuning.table(), ""]), flush=True)
+    if arguments.json:
+        _print_json([tuning.json() for tuning in found])
+    elif arguments.out:
+        print(f"The best are in {arguments.out}: pfed run METHOD --preset {arguments.out}")
+
+
+def _tries(pairs: Sequence[str], method: str) -> dict[str, list[Any]]:
+    """The values to try by option."""
+    from pfed import registry
+
+    found = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not text:
+            raise UserError(f"--try takes KEY=A,B,…. Got {pair!r}.")
+        owner, _, name = key.strip().rpartition(".")
+        defined = {name: config.Local} if owner == "local" else registry.fields(method)
+        if owner not in ("local", "", method) or name not in defined:
+            known = [*registry.fields(method), *(f"local.{field}" for field in options.hints(config.Local))]
+            raise unknown(f"option to tune of {method}", key.strip(), known)
+        shown = "local" if owner == "local" else None
+        values = [options.parse(defined[name], name, part, shown) for part in text.split(",")]
+        found[f"local.{name}" if owner == "local" else name] = values
+    return found
 
 
 def _seeds(text: str, first: int) -> list[int]:
@@ -318,7 +400,11 @@ def _methods(arguments: argparse.Namespace) -> None:
     elif arguments.name:
         print(registry.document(arguments.name))
     else:
-        print(table(["method", "what", "paper"], [[m["name"], m["title"], m["paper"]] for m in found], left=3))
+        rows = [
+            [m["name"], m["title"], m["paper"], m["architectures"], ", ".join(_NEEDS[need] for need in m["needs"])]
+            for m in found
+        ]
+        print(table(["method", "what", "paper", "architectures", "needs"], rows, left=5))
         print("\nNAME+ft is any of them followed by fine-tuning; 'pfed methods NAME' tells its options.")
 
 

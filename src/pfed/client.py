@@ -108,7 +108,11 @@ class Client:
     @property
     def lr(self) -> float:
         """The learning rate of this round."""
-        return self.local.lr * schedule(self.local.schedule, self.round, self.rounds)
+        return self.rate(self.local.lr)
+
+    def rate(self, own: float) -> float:
+        """A method's own learning rate under the run's schedule; 0 stands for the run's."""
+        return (own or self.local.lr) * schedule(self.local.schedule, self.round, self.rounds)
 
     def rng(self, stream: str) -> np.random.Generator:
         """A random stream of this client and round; the same name gives the same numbers."""
@@ -214,6 +218,7 @@ class Client:
         grad: Callable[[Batch], None] | None = None,
         each_epoch: Callable[[nn.Module], None] | None = None,
         frozen: Literal["eval", "train"] = "eval",
+        thaw: bool = False,
         stream: str = "train",
         memory: str | None = None,
     ) -> Fit:
@@ -222,12 +227,13 @@ class Client:
         `loss(model, batch)` is the task's unless given. `opt` is an optimiser that the method keeps itself, `extra` are
         more of them for further tensors, `grad(batch)` may change gradients before each step, `each_epoch(model)` runs
         after every epoch under the same optimiser. Modules whose tensors are all frozen are in eval mode unless
-        `frozen="train"`. Where momentum is kept between rounds, it is kept under `memory`, or the stream's name.
+        `frozen="train"`; `thaw` trains also what is fixed in the run. Where momentum is kept between rounds, it is kept
+        under `memory`, or the stream's name.
         """
         plain = loss is None and opt is None and not extra and grad is None and each_epoch is None
         loss = loss or self.loss
         epochs = self.local.epochs if epochs is None and steps is None else epochs
-        names = only.names(model) - anatomy.marks(model).fixed
+        names = only.names(model) - (frozenset() if thaw else anatomy.marks(model).fixed)
         _set_modes(model, names, frozen)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in names)

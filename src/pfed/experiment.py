@@ -138,6 +138,11 @@ class Experiment:
             if record.get("created") and found[key] != value:
                 raise UserError(f"Run {opened.run!r} is another experiment's: its {key} is {found[key]}. Got {value}.")
 
+    @property
+    def extensible(self) -> bool:
+        """Whether rounds can be added to a run: neither method nor schedule depend on how many there are."""
+        return not self.method.fixed_rounds and self.options.local.schedule == "constant"
+
     def _extend(self, opened: Store) -> None:
         """Make a run that was planned with another number of rounds this one, where that makes no difference."""
         planned = opened.record.get("config", {}).get("rounds", self.options.rounds)
@@ -145,7 +150,7 @@ class Experiment:
         if rounds == planned:
             return
         what = f"{self.method.label} does" if self.method.fixed_rounds else "local.schedule says"
-        if self.method.fixed_rounds or self.options.local.schedule != "constant":
+        if not self.extensible:
             raise UserError(f"Run {opened.run!r} must have {planned} rounds: what {what} depends on it. Got {rounds}.")
         if rounds < min(done, planned):
             raise UserError(f"Run {opened.run!r} has done {min(done, planned)} rounds already. Got {rounds}.")
@@ -200,9 +205,8 @@ class Experiment:
         makers = _makers(self._model, self.options, federation)
         args = (len(federation.classes), federation.shape, self.options.seed)
         templates = [self.method.build(Spec(make, *args)) for make in makers]
-        if len(makers) > 1 and self.method.same_architecture:
-            pool.check_same(templates, self.method.label)
         pool.mark(templates, self.options.bn, federation.shape)
+        self.method.check_models(templates)
         if self.options.channels_last:
             pool.channels_last(templates)
         if len(makers) == 1:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from torch import Tensor, nn
 
 from pfed import anatomy
-from pfed.errors import unknown
+from pfed.errors import UserError, unknown
 from pfed.options import validate
 from pfed.tensors import Mean
 from pfed.wire import Payload, State, Value
@@ -121,6 +121,14 @@ class Method:
 
     def check(self, options: RunOptions, federation: Federation) -> None:
         """Refuse, with a UserError, a run that makes no sense with this method."""
+
+    def check_models(self, models: Sequence[nn.Module]) -> None:
+        """Refuse, with a UserError, architectures that do not go together."""
+        shapes = {tuple((name, tuple(t.shape)) for name, t in model.state_dict().items()) for model in models}
+        if self.same_architecture and len(shapes) > 1:
+            raise UserError(
+                f"{self.label} needs the same architecture at every client. Got {len(shapes)} different ones."
+            )
 
     def build(self, spec: Spec) -> nn.Module:
         """The model of a client; may add heads, projectors, fixed classifiers by `spec.add`."""

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pfed.errors import UserError, unknown
@@ -27,15 +27,19 @@ def option(
     le: float | None = None,
     lt: float | None = None,
     check: Callable[[Any], str | None] | None = None,
+    tries: Sequence[T] = (),
 ) -> T:
     """A dataclass field with a default, a line of help and the range of its values, or of each one in a list.
 
-    `check(value)` is for rules of another kind: it says what the value must be, or nothing if it is that.
+    `check(value)` is for rules of another kind: it says what the value must be, or nothing if it is that. `tries` are
+    values worth trying, for `pfed tune`.
     """
     rules = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     metadata: dict[str, Any] = {"help": help, "rules": {k: v for k, v in rules.items() if v is not None}}
     if check is not None:
         metadata["check"] = check
+    if tries:
+        metadata["tries"] = tuple(tries)
     field: T = dataclasses.field(default=default, metadata=metadata)
     return field
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from pfed.anatomy import Marks, Part
 from pfed.errors import UserError
 from pfed.forward import accept_batches
 from pfed.tensors import Tensors
+
+T = TypeVar("T")
 
 
 class Spec:
@@ -43,9 +46,9 @@ class Spec:
                 model.train(mode)
         return model
 
-    def add(self, name: str, make: Callable[[], nn.Module]) -> nn.Module:
-        """A part of the method's own, from its own stream."""
-        with streams.torch_scope(self._seed, f"init/{name}", self._own):
+    def add(self, name: str, make: Callable[[], T], common: bool = False) -> T:
+        """A part of the method's own, from its own stream; a common one is the same for all architectures."""
+        with streams.torch_scope(self._seed, f"init/{name}", "" if common else self._own):
             return make()
 
 
@@ -161,10 +164,3 @@ def channels_last(templates: Sequence[nn.Module]) -> None:
             template.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         template.zero_grad()
         template.train(training)
-
-
-def check_same(templates: Sequence[nn.Module], method: str) -> None:
-    """Refuse different architectures for a method that averages whole models."""
-    shapes = {tuple((name, tuple(t.shape)) for name, t in model.state_dict().items()) for model in templates}
-    if len(shapes) > 1:
-        raise UserError(f"{method} needs the same architecture at every client. Got {len(shapes)} different ones.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from pfed import anatomy
 from pfed.client import Client
 from pfed.errors import UserError
-from pfed.forward import SLICE
 from pfed.pool import Spec
-
-Prototypes = Mapping[str, Tensor]  # by class, as a text
+from pfed.shortcuts import SLICE
+from pfed.tensors import Mean, Tensors
+from pfed.wire import Payload
 
 
 @torch.no_grad()
@@ -23,35 +23,51 @@ def all_features(client: Client, model: nn.Module) -> tuple[Tensor, Tensor]:
     model.eval()
     examples = client.examples()
     parts = [anatomy.features(model, examples.x[i : i + SLICE]).flatten(1) for i in range(0, client.n, SLICE)]
-    width = anatomy.features(model, torch.zeros(1, *client.data.train.shape)).flatten(1).shape[1]
-    return torch.cat(parts) if parts else torch.zeros(0, width), examples.y
+    return torch.cat(parts) if parts else torch.zeros(0, anatomy.width(model)), examples.y
 
 
-def class_sums(client: Client, model: nn.Module) -> tuple[Tensor, Tensor]:
-    """The sum of the features of each class, and how many samples it has. (classes, d), (classes,)"""
+def class_means(client: Client, model: nn.Module) -> Payload:
+    """The mean features of the classes that a client has, and how many samples each has."""
     z, y = all_features(client, model)
-    sums = torch.zeros(client.classes, z.shape[1]).index_add_(0, y, z)
-    return sums, client.counts.to(z.dtype)
+    present = torch.unique(y).tolist()
+    means = Tensors({f"{label}": z[y == label].mean(0) for label in present})
+    return {"means": means, "counts": Tensors({f"{label}": (y == label).sum().float() for label in present})}
 
 
-def pull(z: Tensor, y: Tensor, prototypes: Prototypes, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
-    """The squared distance of features to their classes' prototypes; nothing for a class that has none."""
-    z = z.flatten(1)
-    known = torch.tensor([f"{label}" in prototypes for label in y.tolist()])
-    if not known.any():
-        return z.sum() * 0.0
-    targets = torch.stack([prototypes[f"{label}"] for label in y[known].tolist()])
-    squares = (z[known] - targets) ** 2
-    return squares.sum() if reduction == "sum" else squares.sum() / (len(y) * z.shape[1])
+def merged(before: Tensors | None, replies: Iterable[Payload], by_samples: bool = True) -> Tensors:
+    """The prototypes of all classes: for each the mean over the clients that have it, else what it was before."""
+    folds: dict[str, Mean] = {}
+    for reply in replies:
+        means, counts = reply["means"], reply["counts"]
+        assert isinstance(means, Tensors)
+        assert isinstance(counts, Tensors)
+        for label, mean in means.items():
+            folds.setdefault(label, Mean()).add(mean, float(counts[label]) if by_samples else 1.0)
+    return (before or Tensors()) | {label: fold.value() for label, fold in folds.items()}  # type: ignore[misc]
 
 
-class Nearest(nn.Module):
-    """A head without weights: the score of a class is minus the squared distance to its prototype."""
+class Prototypes:
+    """Prototypes as a table; a class may have none."""
 
-    def __init__(self, prototypes: Prototypes, classes: int):
+    def __init__(self, known: Mapping[str, Tensor], classes: int):
+        width = len(next(iter(known.values())))
+        self.table = torch.stack([known.get(f"{y}", torch.zeros(width)) for y in range(classes)])
+        self.known = torch.tensor([f"{y}" in known for y in range(classes)])
+
+    def distance(self, z: Tensor, y: Tensor, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
+        """The squared distance of features to their classes' prototypes; nothing for a class that has none."""
+        z = z.flatten(1)
+        squares = (z - self.table[y]) ** 2 * self.known[y, None]
+        return squares.sum() if reduction == "sum" else squares.mean()
+
+    def nearest(self) -> nn.Module:
+        """A head without weights: the score of a class is minus the squared distance to its prototype."""
+        return _Nearest(torch.where(self.known[:, None], self.table, torch.inf))
+
+
+class _Nearest(nn.Module):
+    def __init__(self, table: Tensor):
         super().__init__()
-        width = len(next(iter(prototypes.values())))
-        table = torch.stack([prototypes.get(f"{y}", torch.full((width,), torch.inf)) for y in range(classes)])
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, z: Tensor) -> Tensor:

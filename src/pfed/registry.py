@@ -99,6 +99,8 @@ def describe(name: str | None = None) -> list[dict[str, Any]]:
             "paper": paper.rstrip(")"),
             "fields": about,
             "needs": sorted(cls.needs),
+            "architectures": "one" if cls.same_architecture else "any",
+            "tasks": sorted(cls.tasks),
         }
         found.append(entry)
     return found

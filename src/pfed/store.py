@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import sqlite3
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from pfed.wire import State
 
 KEPT = 2  # checkpoints
 RECORD = "record.sqlite"
+WAYS = {"engine", "workers", "state_memory", "checkpoint_every"}  # settings that change no result
 _LOCKS: set[int] = set()  # descriptors
 
 
@@ -231,6 +234,24 @@ def find(runs: Path, run: str) -> Path:
 def folders(runs: Path) -> list[Path]:
     """All runs."""
     return sorted({path.parent for name in (RECORD, JOURNAL) for path in runs.glob(f"*/{name}")})
+
+
+def same(runs: Path, config: Mapping[str, Any]) -> Path | None:
+    """The newest run with these settings, whatever engine ran it; none for data or models from Python."""
+    if config["data"].startswith("own ") or config["model"].startswith("own "):
+        return None
+    found = []
+    for folder in folders(runs):
+        with contextlib.suppress(RunError, sqlite3.DatabaseError):
+            with contextlib.closing(Record(folder / RECORD, readonly=True)) as record:
+                if _settings(record.get("config", {})) == _settings(config):
+                    found.append((record.get("created") or 0, folder))
+    return max(found)[1] if found else None
+
+
+def _settings(config: Mapping[str, Any]) -> Any:
+    """As they are after a record was read, without those that change no result."""
+    return json.loads(json.dumps({key: value for key, value in config.items() if key not in WAYS}))
 
 
 def mend(folder: Path) -> None:

@@ -16,6 +16,7 @@ from pfed.data.archives import read_archive
 from pfed.data.fetch import File, Official, Package, Route, locate
 from pfed.data.folders import read_folder
 from pfed.data.pool import Pool
+from pfed.data.styles import STYLES
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Source:
     routes: tuple[tuple[Route, Form], ...] = ()  # tried in this order; none: only from the user's own folder
     origin: str = ""  # where a user gets what cannot be fetched
     folders: tuple[str, ...] = ()  # where torchvision and the original archives put the files
+    parts: tuple[str, ...] = ()  # other data sets that it is made of
     cached: bool = False  # told by `pfed.data.sources.sources`
 
     @property
@@ -300,6 +302,19 @@ SOURCES = {
             forms=(_USPS_LIBSVM, _USPS_TABLE),
             routes=((_USPS_OFFICIAL, _USPS_LIBSVM), (Package("pip", "deepdata-alpha==0.2.3"), _USPS_TABLE)),
             folders=(".",),
+        ),
+        Source(
+            name="digits-5s",
+            title="Digits in five styles, made of others",
+            shape=(3, 28, 28),
+            classes=_DIGITS,
+            domains=STYLES,
+            train=21437,
+            test=4360,
+            mean=(),
+            std=(),
+            licence="those of MNIST, USPS and scikit-learn's digits and photographs",
+            parts=("mnist", "usps", "digits"),
         ),
         Source(
             name="pacs",

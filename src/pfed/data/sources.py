@@ -23,6 +23,7 @@ from pfed.data.catalog import SOURCES, Archive, Folders, Form, Source
 from pfed.data.fetch import FetchError, cache_folder, fetch_any, locked, read
 from pfed.data.formats import Split
 from pfed.data.pool import Pool, to_dataset
+from pfed.data.styles import digits_5s
 from pfed.errors import UserError, unknown
 
 
@@ -53,6 +54,10 @@ def load(name: str, folder: str | Path | None = None, image_size: int | None = N
     Image files (`pacs`) are resized to `image_size`, square; the other data sets have one size.
     """
     source = find(name)
+    if folder is not None and source.parts:
+        raise UserError(
+            f"{name} is made of {', '.join(source.parts)}; it has no files of its own. Got {str(folder)!r}."
+        )
     if image_size is not None and not source.resizable:
         height, width = source.shape[1:]
         raise UserError(f"image_size resizes image files, and {name} comes in {height}x{width} pixels; leave it out.")
@@ -65,6 +70,8 @@ def get(name: str, force: bool = False) -> Path:
     A folder of the user's own (`PFED_DATA`) is never written to.
     """
     source = find(name)
+    if source.parts:
+        return [get(part, force) for part in source.parts][0].parent
     if not source.forms:
         return _scikit_learn_folder()
     place = _local(source)
@@ -80,6 +87,8 @@ def get(name: str, force: bool = False) -> Path:
 def check(name: str) -> list[str]:
     """What is wrong with a data set as it is here, one sentence each; nothing is fetched, and empty means fine."""
     source = find(name)
+    if problems := [problem for part in source.parts for problem in check(part)]:
+        return problems
     if source.forms:
         try:
             place = _local(source) or _in_cache(source)
@@ -99,6 +108,8 @@ def check(name: str) -> list[str]:
 
 
 def _read(source: Source, folder: Path | None = None, image_size: int | None = None) -> Dataset:
+    if source.parts:
+        return digits_5s(*(_read(find(part)) for part in source.parts), _scikit_learn_folder().parent / "images")
     if not source.forms:
         return _from_split(source, _digits())
     place = _complete(source, folder, "put the original file there") if folder is not None else _anywhere(source)
@@ -160,6 +171,8 @@ def _scikit_learn_folder() -> Path:
 
 def _is_here(source: Source) -> bool:
     try:
+        if source.parts:
+            return all(_is_here(find(part)) for part in source.parts)
         return not source.forms or (_local(source) or _in_cache(source)) is not None
     except UserError:
         return False

@@ -31,7 +31,9 @@ class APFL(Method):
     Deviations from the paper: none. The gradient is taken at v̄, not at v, and weights are mixed, not logits.
     """
 
-    alpha: float = option(0.5, "weight of the own model (at the start, if it is learned)", ge=0, le=1)
+    alpha: float = option(
+        0.5, "weight of the own model (at the start, if it is learned)", ge=0, le=1, tries=(0.25, 0.5, 0.75)
+    )
     adaptive: bool = option(True, "learn alpha")
     alpha_lr: float = option(0.0, "step of alpha (0: the run's local.lr)", ge=0)
     agg: Aggregation = "uniform"
@@ -53,7 +55,7 @@ class APFL(Method):
             grads = self._gradient(client, mixed, own, w, alpha, batch)
             if self.adaptive:
                 slope = sum(float(((own[n] - w[n]) * g).sum()) for n, g in grads.items())
-                after = min(max(alpha - (self.alpha_lr or client.lr) * slope, 0.0), 1.0)
+                after = min(max(alpha - client.rate(self.alpha_lr) * slope, 0.0), 1.0)
             for name, grad in grads.items():
                 own[name].grad = alpha * grad
             sgd.step()

@@ -46,7 +46,7 @@ class CD2pFed(Method):
     left out while a sub-network would have a layer without channels.
     """
 
-    p: float = option(0.5, "share of private channels, at the end", ge=0, le=1)
+    p: float = option(0.5, "share of private channels, at the end", ge=0, le=1, tries=(0.25, 0.5, 0.75))
     layer_p: tuple[float, ...] = option((), "the same for each channel group, in place of p", ge=0, le=1)
     lam: float = option(1.0, "weight of the distillation", ge=0)
     beta: float = option(0.5, "weight of the new private weights in the moving average", ge=0, le=1)

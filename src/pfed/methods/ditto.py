@@ -30,7 +30,7 @@ class Ditto(Method):
     Deviations from the paper: none. Both branches see the same batches in the same order.
     """
 
-    lam: float = option(1.0, "pull of the personal model towards the global one", ge=0)
+    lam: float = option(1.0, "pull of the personal model towards the global one", ge=0, tries=(0.1, 0.3, 1.0))
     agg: Aggregation = "samples"
 
     def round(self, server: State, cohort: Cohort) -> None:

@@ -39,7 +39,7 @@ class DualFed(Method):
     text says u); equations 6 and 9 are taken as mean cross-entropy; logits are summed, as in the code.
     """
 
-    lam: float = option(40.0, "weight of the contrastive loss", ge=0)
+    lam: float = option(40.0, "weight of the contrastive loss", ge=0, tries=(1.0, 10.0, 40.0))
     tau: float = option(0.2, "its temperature", gt=0)
     strategy: Literal["stagewise", "simultaneous"] = option("stagewise", "two stages, or one loop over both losses")
     interleave: Literal["none", "epoch"] = option("none", "all of stage 1 and then stage 2, or by turns every epoch")

@@ -50,7 +50,8 @@ class FedBABU(Method):
         return {"body": client.share(model, BACKBONE)}
 
     def finish(self, server: State, cohort: Cohort) -> None:
-        cohort.call(self.tune, **self.download(server))
+        if self.ft_epochs:
+            cohort.call(self.tune, **self.download(server))
 
     @step
     def tune(self, client: Client, body: Tensors) -> None:

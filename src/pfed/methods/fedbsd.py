@@ -43,7 +43,7 @@ class FedBSD(Method):
 
     head_epochs: int = option(10, "epochs on the head", ge=0)
     body_epochs: int = option(1, "epochs on the backbone", ge=0)
-    lam: float = option(1.0, "weight of the distillation; 0 is FedRep", ge=0)
+    lam: float = option(1.0, "weight of the distillation; 0 is FedRep", ge=0, tries=(1.0, 10.0))
     tau: float = option(2.0, "temperature of the softmax", gt=0)
     kl_direction: Literal["teacher_student", "student_teacher"] = option("teacher_student", "KL(first || second)")
     tau2_scaling: bool = option(False, "multiply the divergence by tau squared")

@@ -41,7 +41,7 @@ class FedCD(Method):
     the run's epochs. Not the FedCD that clones and deletes global models (arXiv 2006.09637).
     """
 
-    lam: float = option(1.0, "weight of the distillation", ge=0)
+    lam: float = option(1.0, "weight of the distillation", ge=0, tries=(0.3, 1.0, 3.0))
     tau: float = option(2.0, "temperature T of the distillation", gt=0)
     batch: int = option(64, "common images in a batch", ge=2)
     common_batches: int = option(1, "batches of common images in a round", ge=1)

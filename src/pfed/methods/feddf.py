@@ -12,11 +12,11 @@ from pfed.cohort import Cohort
 from pfed.config import RunOptions
 from pfed.data.base import Federation
 from pfed.errors import UserError
-from pfed.forward import SLICE
 from pfed.losses import kl
 from pfed.method import Aggregation, Method, Reduction, step
 from pfed.options import option
 from pfed.registry import register
+from pfed.shortcuts import SLICE
 from pfed.solvers import joint
 from pfed.tensors import Mean, Tensors
 from pfed.wire import Payload, State
@@ -41,7 +41,7 @@ class FedDF(Method):
     """
 
     server_steps: int = option(200, "steps of distillation at the server, at most", ge=0)
-    server_lr: float = option(1e-3, "learning rate of Adam", gt=0)
+    server_lr: float = option(1e-3, "learning rate of Adam", gt=0, tries=(1e-4, 1e-3))
     server_batch: int = option(128, "public images per step", ge=1)
     patience: int = option(50, "steps without improvement on held-out images that end it (0: never)", ge=0)
     agg: Aggregation = "samples"

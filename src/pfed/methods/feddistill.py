@@ -33,7 +33,7 @@ class FedDistill(Method):
     Deviations from the paper: of clients that do not take part in a round the newest logits are used.
     """
 
-    lam: float = option(0.1, "weight of the distillation", ge=0)
+    lam: float = option(0.1, "weight of the distillation", ge=0, tries=(0.1, 0.3, 1.0))
     distance: Literal["kl", "mse"] = option("kl", "how the logits are compared")
     leave_one_out: bool = option(True, "a client's own logits are not in its mean")
     same_architecture = False

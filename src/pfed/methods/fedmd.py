@@ -12,10 +12,10 @@ from pfed.anatomy import ALL
 from pfed.client import Client
 from pfed.codistillation import predict, public_part
 from pfed.cohort import Cohort
-from pfed.forward import SLICE
 from pfed.method import Aggregation, Method, step
 from pfed.options import option
 from pfed.registry import register
+from pfed.shortcuts import SLICE
 from pfed.wire import Payload, State
 
 
@@ -38,7 +38,7 @@ class FedMD(Method):
     private_epochs: int = option(5, "epochs on the own data before round 1", ge=0)
     subset: int = option(5000, "public images in a round, at most", ge=1)
     digest_epochs: int = option(1, "epochs on the consensus", ge=0)
-    distance: Literal["mae", "mse"] = option("mae", "how logits are compared")
+    distance: Literal["mae", "mse"] = option("mae", "how logits are compared", tries=("mae", "mse"))
     agg: Aggregation = "uniform"
     same_architecture = False
     needs = frozenset({"public"})
@@ -59,8 +59,9 @@ class FedMD(Method):
         assert client.public is not None
         x, y = client.public.take()
         self._train(client, model, x, y, self.public_epochs, "public")
-        client.fit(model, epochs=self.private_epochs)
+        client.fit(model, epochs=self.private_epochs, stream="private")
         client.keep(model, ALL)
+        client.state["prepared"] = True
 
     def round(self, server: State, cohort: Cohort) -> None:
         consensus = cohort.mean(self.look, "logits")
@@ -68,6 +69,9 @@ class FedMD(Method):
 
     @step
     def look(self, client: Client) -> Payload:
+        """The logits of this round's images, by way of what a client may have missed before round 1."""
+        if "prepared" not in client.state:
+            self.prepare(client)
         images, model = public_part(client, client.round, self.subset), client.model()
         return {"logits": torch.cat([predict(model, part) for part in torch.split(images, SLICE)])}
 
@@ -91,6 +95,7 @@ class FedMD(Method):
                     sgd.zero_grad()
                     self._distance(model(x[index]), y[index]).backward()  # type: ignore[no-untyped-call]
                     sgd.step()
+                    client.samples += len(index)
 
     def _distance(self, out: Tensor, target: Tensor) -> Tensor:
         if not target.is_floating_point():

@@ -14,7 +14,7 @@ from pfed.cohort import Cohort
 from pfed.forward import Batch, features
 from pfed.method import Aggregation, Each, Method, Replies, step
 from pfed.options import option
-from pfed.prototypes import all_features, class_sums, pull
+from pfed.prototypes import Prototypes, all_features, class_means, merged
 from pfed.registry import register
 from pfed.sgd import SGD
 from pfed.tensors import Mean, Tensors
@@ -35,10 +35,11 @@ class FedPAC(Method):
     >>> result = Experiment("fedpac", clients=4, rounds=2).run()
 
     Deviations from the paper: none. Prototypes are averaged by class counts, as the authors do; a class without one is
-    pulled to the client's own from before training; weights below 0.001 are set to zero.
+    pulled to the client's own from before training; weights below 0.001 are set to zero. The head's phase has the
+    run's momentum and weight decay, and its learning rate unless it has an own.
     """
 
-    lam: float = option(1.0, "weight of the alignment", ge=0)
+    lam: float = option(1.0, "weight of the alignment", ge=0, tries=(0.1, 1.0))
     head_epochs: int = option(1, "epochs on the head", ge=0)
     head_lr: float = option(0.0, "their learning rate (0: the run's local.lr)", ge=0)
     combine: bool = option(True, "combine heads; else each client keeps its own")
@@ -57,38 +58,36 @@ class FedPAC(Method):
         if not replies:
             return
         server["body"] = replies.mean("body")
-        sums, counts = (sum(replies.each(key).values()) for key in ("sums", "counts"))
-        known = {f"{y}": s / n for y, (s, n) in enumerate(zip(sums, counts, strict=True)) if n > 0}
-        server["prototypes"] = Tensors({**(server["prototypes"] or {}), **known})
-        server["heads"].update(self._combined(replies) if self.combine else replies.each("head"))
+        server["prototypes"] = merged(server["prototypes"], [replies[client] for client in cohort.trained])
+        if self.combine:
+            server["heads"].update(self._combined(replies))
 
     @step
     def update(self, client: Client, body: Tensors, head: Tensors | None, prototypes: Tensors | None) -> Payload:
         model = client.model(body, head)
-        variance, means = _statistics(client, model)
+        variance, shares = _statistics(client, model) if self.combine else (0.0, None)
         targets = self._targets(client, model, prototypes)
         local = client.local
-        rate = self.head_lr or client.lr
+        rate = client.rate(self.head_lr)
         opt = SGD(anatomy.trainable(model, HEAD), rate, local.momentum, local.nesterov, local.weight_decay)
         client.fit(model, epochs=self.head_epochs, only=HEAD, opt=opt, stream="head")
         client.fit(model, self._loss(client, targets) if targets and self.lam else None, only=BACKBONE)
         client.keep(model, HEAD)
-        sums, counts = class_sums(client, model)
-        sent = {"body": client.share(model, BACKBONE), "head": client.share(model, HEAD)}
-        return {**sent, "sums": sums, "counts": counts, "variance": variance, "means": means}
+        sent: Payload = {"body": client.share(model, BACKBONE), **class_means(client, model)}
+        if self.combine:
+            sent |= {"head": client.share(model, HEAD), "variance": variance, "shares": shares}
+        return sent
 
-    def _targets(self, client: Client, model: nn.Module, prototypes: Tensors | None) -> Tensors | None:
+    def _targets(self, client: Client, model: nn.Module, prototypes: Tensors | None) -> Prototypes | None:
         """The global prototypes, and the client's own where there is none; nothing in the first round."""
         if prototypes is None:
             return None
-        sums, counts = class_sums(client, model)
-        own = {f"{y}": s / n for y, (s, n) in enumerate(zip(sums, counts, strict=True)) if n > 0}
-        return Tensors({**own, **prototypes})
+        return Prototypes(merged(None, [class_means(client, model)]) | prototypes, client.classes)
 
-    def _loss(self, client: Client, targets: Tensors) -> Loss:
+    def _loss(self, client: Client, targets: Prototypes) -> Loss:
         def loss(model: nn.Module, batch: Batch) -> Tensor:
             z = features(model, batch)
-            distance = pull(z, batch.y, targets)
+            distance = targets.distance(z, batch.y)
             client.log_mean(alignment=distance.detach())
             return F.cross_entropy(anatomy.head(model, z), batch.y) + self.lam * distance
 
@@ -97,7 +96,7 @@ class FedPAC(Method):
     def _combined(self, replies: Replies) -> dict[int, Tensors]:
         """The head of each client, as the best combination of all heads."""
         ids = list(replies)
-        h = torch.stack([replies[k]["means"] for k in ids]).double()  # type: ignore[misc]
+        h = torch.stack([replies[k]["shares"] for k in ids]).double()  # type: ignore[misc]
         v = torch.tensor([float(replies[k]["variance"]) for k in ids], dtype=torch.float64)  # type: ignore[arg-type]
         heads = {}
         for i, client in enumerate(ids):

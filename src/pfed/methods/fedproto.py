@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,11 +10,12 @@ from pfed import anatomy
 from pfed.anatomy import ALL
 from pfed.client import Client, Loss
 from pfed.cohort import Cohort
+from pfed.errors import UserError
 from pfed.forward import Batch, View, features
 from pfed.method import Method, Reduction, step
 from pfed.options import option
 from pfed.pool import Spec
-from pfed.prototypes import Nearest, class_sums, pull, widened
+from pfed.prototypes import Prototypes, class_means, merged, widened
 from pfed.registry import register
 from pfed.tensors import Tensors
 from pfed.wire import Payload, State
@@ -35,16 +37,23 @@ class FedProto(Method):
     printed sum hardly trains at large batches: `reduction=sum`).
     """
 
-    lam: float = option(1.0, "weight of the distance to the prototypes", ge=0)
+    lam: float = option(1.0, "weight of the distance to the prototypes", ge=0, tries=(0.1, 1.0, 10.0))
     reduction: Literal["mean", "sum"] = option("mean", "squared distance: mean over the batch and dimensions, or sum")
     weighting: Literal["samples", "uniform"] = option("samples", "how clients count in a class's prototype")
     width: int = option(0, "features of a linear layer before the head (0: none), so that architectures fit", ge=0)
     same_architecture = False
+    needs = frozenset({"replies"})
     keep_optimizer = True
     reduces_to = (Reduction({"lam": 0.0}, "local", {"matched_participation": True}),)
 
     def build(self, spec: Spec) -> nn.Module:
         return widened(spec, self.width)
+
+    def check_models(self, models: Sequence[nn.Module]) -> None:
+        widths = {anatomy.width(model) for model in models}
+        if len(widths) > 1:
+            found = ", ".join(str(width) for width in sorted(widths))
+            raise UserError(f"FedProto needs features of one width at all clients. Got {found}; set width, as to 64.")
 
     def init(self, model: nn.Module) -> State:
         return {"prototypes": None}
@@ -53,25 +62,23 @@ class FedProto(Method):
         return {"prototypes": server["prototypes"]}
 
     def round(self, server: State, cohort: Cohort) -> None:
-        sums, counts = cohort.sum(self.update, "sums", "counts", **self.download(server))
-        known = {f"{y}": s / n for y, (s, n) in enumerate(zip(sums, counts, strict=True)) if n > 0}
-        server["prototypes"] = Tensors({**(server["prototypes"] or {}), **known})
+        replies = cohort.call(self.update, **self.download(server))
+        trained = [replies[client] for client in cohort.trained]
+        server["prototypes"] = merged(server["prototypes"], trained, self.weighting == "samples")
 
     @step
     def update(self, client: Client, prototypes: Tensors | None) -> Payload:
         model = client.model()
-        client.fit(model, self._loss(client, prototypes) if prototypes and self.lam else None)
+        known = Prototypes(prototypes, client.classes) if prototypes else None
+        client.fit(model, self._loss(client, known) if known and self.lam else None)
         client.keep(model, ALL)
-        sums, counts = class_sums(client, model)
-        if self.weighting == "uniform":
-            sums, counts = sums / counts.clamp(min=1)[:, None], (counts > 0).to(counts.dtype)
-        return {"sums": sums, "counts": counts}
+        return class_means(client, model)
 
-    def _loss(self, client: Client, prototypes: Tensors) -> Loss:
+    def _loss(self, client: Client, prototypes: Prototypes) -> Loss:
         def loss(model: nn.Module, batch: Batch) -> Tensor:
             z = features(model, batch)
             own = nn.functional.cross_entropy(anatomy.head(model, z), batch.y)
-            distance = pull(z, batch.y, prototypes, self.reduction)
+            distance = prototypes.distance(z, batch.y, self.reduction)
             client.log_mean(distance=distance.detach())
             return own + self.lam * distance
 
@@ -81,4 +88,4 @@ class FedProto(Method):
         model = client.model()
         if not prototypes:
             return {"personal": model}
-        return {"personal": model, "nearest-prototype": View(model, Nearest(prototypes, client.classes))}
+        return {"personal": model, "nearest-prototype": View(model, Prototypes(prototypes, client.classes).nearest())}

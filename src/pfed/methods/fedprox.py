@@ -29,7 +29,7 @@ class FedProx(Method):
     Deviations from the paper: every client does all its epochs; the paper also allows incomplete work.
     """
 
-    mu: float = option(0.1, "weight of the proximal term", ge=0)
+    mu: float = option(0.1, "weight of the proximal term", ge=0, tries=(0.01, 0.1, 1.0))
     agg: Aggregation = "samples"
     reduces_to = (Reduction({"mu": 0.0}, "fedavg"),)
 

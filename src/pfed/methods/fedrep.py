@@ -29,7 +29,7 @@ class FedRep(Method):
     while the head trains, a body with BatchNorm is in eval mode.
     """
 
-    head_epochs: int = option(10, "epochs on the head", ge=0)
+    head_epochs: int = option(10, "epochs on the head", ge=0, tries=(1, 5, 10))
     body_epochs: int = option(1, "epochs on the body", ge=0)
     agg: Aggregation = "uniform"
 

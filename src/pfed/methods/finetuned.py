@@ -1,16 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from pfed import anatomy
 from pfed.anatomy import ALL, HEAD, snapshot
 from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.config import RunOptions
 from pfed.data.base import Federation
+from pfed.errors import UserError
 from pfed.method import Method, step
 from pfed.options import option
 from pfed.pool import Spec
@@ -57,8 +59,14 @@ class FineTuned(Method):
     def check(self, options: RunOptions, federation: Federation) -> None:
         self.base.check(options, federation)
 
+    def check_models(self, models: Sequence[nn.Module]) -> None:
+        self.base.check_models(models)
+
     def build(self, spec: Spec) -> nn.Module:
-        return self.base.build(spec)
+        model = self.base.build(spec)
+        if self.ft_scope == "head" and not HEAD.names(model) - anatomy.marks(model).fixed:
+            raise UserError(f"{self.label} has nothing to tune: the head is fixed. Set ft_scope to 'all'.")
+        return model
 
     def init(self, model: nn.Module) -> State:
         return self.base.init(model)

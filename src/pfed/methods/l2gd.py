@@ -30,8 +30,8 @@ class L2GD(Method):
     there, models are sent only where an aggregation follows local training; until then the mean is what it was.
     """
 
-    p: float = option(0.5, "chance that a round is an aggregation", ge=0, lt=1)
-    mix: float = option(0.5, "how far a model moves to the mean", gt=0, le=1)
+    p: float = option(0.5, "chance that a round is an aggregation", ge=0, lt=1, tries=(0.2, 0.5))
+    mix: float = option(0.5, "how far a model moves to the mean", gt=0, le=1, tries=(0.1, 0.5))
     agg: Aggregation = "uniform"
     keep_optimizer = True
     sends_all = True

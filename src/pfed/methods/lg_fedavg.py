@@ -31,7 +31,7 @@ class LGFedAvg(Method):
     `lg_variant="authors_code"` shares the bottom layers, as the authors' released CIFAR script does.
     """
 
-    shared: int = option(2, "layers that are shared", ge=0)
+    shared: int = option(2, "layers that are shared", ge=0, tries=(1, 2))
     lg_variant: Literal["paper_top", "authors_code"] = option("paper_top", "share the top, or the bottom layers")
     agg: Aggregation = "uniform"
     reduces_to = (

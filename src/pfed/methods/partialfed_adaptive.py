@@ -44,7 +44,7 @@ class PartialFedAdaptive(Method):
     tau_min: float = option(0.1, "temperature in the last round", gt=0)
     anneal: Literal["exp", "linear"] = option("exp", "how the temperature falls")
     theta_optimizer: Literal["adam", "sgd"] = option("adam", "what moves theta")
-    lr_theta: float = option(0.01, "learning rate of theta", gt=0)
+    lr_theta: float = option(0.01, "learning rate of theta", gt=0, tries=(0.01, 0.1))
     theta_persist: bool = option(True, "theta goes on from round to round, or starts anew in each")
     alpha_param: Literal["logits", "projected"] = option(
         "logits", "theta are logits of alpha, or alpha itself, projected on the simplex after each step"

@@ -33,11 +33,12 @@ class PerFedAvg(Method):
     >>> result = Experiment("perfedavg", clients=4, rounds=1, hyper={"variant": "hf"}).run()
 
     Deviations from the paper: β is the run's learning rate unless given (the original 0.001 hardly learns in so few
-    rounds); a client with too few batches for a step uses some of them again.
+    rounds); its steps have no momentum; batches at the end of the epochs that are too few for a step are left out,
+    unless a client has no others, which then uses some of them again.
     """
 
     variant: Literal["fo", "hf"] = option("fo", "first order, or Hessian-free")
-    alpha: float = option(0.01, "step of the adaptation", ge=0)
+    alpha: float = option(0.01, "step of the adaptation", ge=0, tries=(0.01, 0.03, 0.1))
     beta: float = option(0.0, "step of the initial model (0: the run's local.lr)", ge=0)
     delta: float = option(0.001, "distance of the two gradients that make a Hessian product", gt=0)
     adapt: Literal["epoch", "step"] = option("epoch", "how long a client adapts before it is judged")
@@ -54,6 +55,7 @@ class PerFedAvg(Method):
             for batches in self._triples(client):
                 self._meta_step(client, model, w, batches)
         client.keep(model)
+        client.trained(model)
         return {"params": client.share(model)}
 
     def _triples(self, client: Client) -> Iterator[list[Batch]]:
@@ -67,7 +69,7 @@ class PerFedAvg(Method):
             done = True
 
     def _meta_step(self, client: Client, model: nn.Module, w: dict[str, torch.Tensor], batches: list[Batch]) -> None:
-        beta = self.beta or client.lr
+        beta = client.rate(self.beta)
         start = Tensors({name: p.detach().clone() for name, p in w.items()})
 
         def gradient(at: Tensors, batch: Batch) -> Tensors:
@@ -82,7 +84,10 @@ class PerFedAvg(Method):
         d = gradient(start - self.alpha * first, batches[1])
         if self.variant == "hf":
             with quiet(model):
-                above, below = (gradient(start + sign * self.delta * d, batches[2]) for sign in (1, -1))
+                chance = torch.get_rng_state()  # both gradients under the same dropout
+                above = gradient(start + self.delta * d, batches[2])
+                torch.set_rng_state(chance)
+                below = gradient(start - self.delta * d, batches[2])
             d = d - self.alpha * ((above - below) / (2 * self.delta))
         _put(w, start - beta * d)
 

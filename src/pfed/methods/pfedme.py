@@ -29,13 +29,13 @@ class PFedMe(Method):
     >>> result = Experiment("pfedme", clients=4, rounds=1).run()
 
     Deviations from the paper: local rounds are the run's batches. θ starts at the received w and carries over from
-    batch to batch.
+    batch to batch; both kinds of step are plain, without momentum or weight decay.
     """
 
     lam: float = option(15.0, "pull of the personal model towards the own copy of the global one", ge=0)
     inner_steps: int = option(5, "steps K on each batch", ge=1)
-    personal_lr: float = option(0.01, "their length", gt=0)
-    eta: float = option(0.005, "step of the own copy of the global model", gt=0)
+    personal_lr: float = option(0.0, "their length (0: the run's local.lr)", ge=0)
+    eta: float = option(0.005, "step of the own copy of the global model", gt=0, tries=(0.005, 0.02, 0.06))
     beta: float = option(1.0, "step of the server", ge=0)
     agg: Aggregation = "uniform"
 
@@ -56,6 +56,7 @@ class PFedMe(Method):
         model = client.model(params, statistics)
         theta = anatomy.trainable(model, ~anatomy.of(anatomy.marks(model).fixed))
         w = {name: p.detach().clone() for name, p in theta.items()}
+        rate = client.rate(self.personal_lr)
         with streams.torch_scope(client.options.seed, "dropout", client.id, client.round, "train"):
             for batch in client.batches(client.local.epochs):
                 for _ in range(self.inner_steps):
@@ -63,7 +64,7 @@ class PFedMe(Method):
                     with torch.no_grad():
                         for (name, p), g in zip(theta.items(), found, strict=True):
                             pull = self.lam * (p - w[name])
-                            p -= self.personal_lr * (pull if g is None else g + pull)
+                            p -= rate * (pull if g is None else g + pull)
                 with torch.no_grad():
                     for name, p in theta.items():
                         w[name] -= self.eta * self.lam * (w[name] - p)

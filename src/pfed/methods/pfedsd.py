@@ -32,7 +32,7 @@ class PFedSD(Method):
     Deviations from the paper: none. λ and T are those of the authors' code.
     """
 
-    lam: float = option(1.0, "weight of the distillation", ge=0)
+    lam: float = option(1.0, "weight of the distillation", ge=0, tries=(0.3, 1.0, 3.0))
     tau: float = option(1.0, "its temperature T", gt=0)
     agg: Aggregation = "uniform"
     sends_all = True

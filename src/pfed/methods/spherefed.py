@@ -38,14 +38,19 @@ class SphereFed(Method):
     number: 0.01 C unless given.
     """
 
-    lr: float = option(0.0, "learning rate (0: 0.01 times the classes; with sum_classes the run's local.lr)", ge=0)
+    lr: float = option(
+        0.0, "learning rate (0: 0.01 times the classes, or with sum_classes local.lr)", ge=0, tries=(0.1, 0.3, 1.0)
+    )
     reduction: Literal["mean", "sum_classes"] = option("mean", "squared error: mean, or sum over the classes")
     calibrate: bool = option(True, "fit the classifier anew after the last round")
     rho: float = option(1.0, "ridge of that fit", gt=0)
     agg: Aggregation = "samples"
 
     def build(self, spec: Spec) -> nn.Module:
-        return with_fixed_head(spec, lambda width, classes: FixedHead(orthonormal(width, classes)), "SphereFed")
+        def head(width: int, classes: int) -> nn.Module:
+            return FixedHead(spec.add("frame", lambda: orthonormal(width, classes), common=True))
+
+        return with_fixed_head(spec, head, "SphereFed")
 
     def init(self, model: nn.Module) -> State:
         return {"params": anatomy.params(model), "classifier": None}
@@ -65,7 +70,7 @@ class SphereFed(Method):
             return error.mean() if self.reduction == "mean" else error.sum(1).mean()
 
         local = client.local
-        rate = self.lr or (0.01 * client.classes if self.reduction == "mean" else client.lr)
+        rate = client.rate(self.lr or (0.01 * client.classes if self.reduction == "mean" else 0))
         opt = SGD(anatomy.trainable(model), rate, local.momentum, local.nesterov, local.weight_decay)
         client.fit(model, loss, opt=opt)
         client.keep(model)
@@ -74,7 +79,7 @@ class SphereFed(Method):
     def finish(self, server: State, cohort: Cohort) -> None:
         if not self.calibrate:
             return
-        zz, zy = cohort.sum(self.statistics, "zz", "zy", **self.download(server))
+        zz, zy = (part.double() for part in cohort.sum(self.statistics, "zz", "zy", **self.download(server)))
         ridge = self.rho * torch.eye(len(zz), dtype=torch.float64)
         server["classifier"] = torch.linalg.solve(zz + ridge, zy).float()
 
@@ -82,7 +87,7 @@ class SphereFed(Method):
     def statistics(self, client: Client, params: Tensors, classifier: Tensor | None) -> Payload:
         z, y = all_features(client, client.model(params))
         z = F.normalize(z, dim=1).double()
-        return {"zz": z.T @ z, "zy": z.T @ F.one_hot(y, client.classes).double()}
+        return {"zz": (z.T @ z).float(), "zy": (z.T @ F.one_hot(y, client.classes).double()).float()}
 
     def predictor(self, client: Client, params: Tensors, classifier: Tensor | None) -> nn.Module:
         model = client.model(params)

@@ -24,6 +24,8 @@ def orthonormal(width: int, classes: int) -> Tensor:
 
 def simplex_frame(width: int, classes: int) -> Tensor:
     """A simplex equiangular tight frame: unit rows with pairwise cosine -1/(classes - 1). (classes, width)"""
+    if classes < 2:
+        raise UserError(f"A simplex frame needs at least two classes. Got {classes}.")
     centred = torch.eye(classes) - 1 / classes
     return math.sqrt(classes / (classes - 1)) * (centred @ orthonormal(width, classes))
 

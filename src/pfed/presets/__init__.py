@@ -1,0 +1,96 @@
+"""Presets: settings by name, for the run and for each method.
+
+A preset is a TOML file. `[run]` has options of the run with `[run.local]`, `[methods.NAME]` what a method has of its
+own: `local` and `hyper`. What a user gives wins over all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pfed.errors import UserError, unknown
+
+FOLDER = Path(__file__).parent
+FT = "+ft"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Settings of the run, and by method those in which it differs from the others."""
+
+    about: str = ""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    methods: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+
+    def of(self, method: str) -> dict[str, Any]:
+        """All that a run of this method takes from here: options of the run, `local` and `hyper`.
+
+        NAME+ft has what NAME has, unless it has settings of its own.
+        """
+        own = self.methods.get(method, self.methods.get(method.removesuffix(FT), {}))
+        local = {**self.run.get("local", {}), **own.get("local", {})}
+        return {**self.run, "local": local, "hyper": dict(own.get("hyper", {}))}
+
+
+def names() -> list[str]:
+    """The presets of the package."""
+    return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.toml"))
+
+
+def load(name: str | Path) -> Preset:
+    """A preset of the package by name, or a file (.toml)."""
+    path = Path(name) if str(name).endswith(".toml") else FOLDER / f"{name}.toml"
+    if path.suffix == ".toml" and not path.is_file():
+        if str(name).endswith(".toml"):
+            raise UserError(f"There is no preset file {str(name)!r}.")
+        raise unknown("preset", str(name), names())
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"The file {str(path)!r} is not TOML: {error}.") from error
+    except OSError as error:
+        raise UserError(f"The file {str(path)!r} can't be read: {error.strerror}.") from error
+    return _checked(values, str(name))
+
+
+def _checked(values: dict[str, Any], name: str) -> Preset:
+    for key in values:
+        if key not in ("about", "run", "methods"):
+            raise unknown(f"table of the preset {name!r}", key, ("about", "run", "methods"))
+    run, methods = values.get("run", {}), values.get("methods", {})
+    if not all(isinstance(table, dict) for table in [run, methods, *methods.values()]):
+        raise UserError(f"run and methods of the preset {name!r} must be tables.")
+    for method, own in methods.items():
+        for key, table in own.items():
+            if key not in ("local", "hyper") or not isinstance(table, dict):
+                raise UserError(f"methods.{method} of the preset {name!r} must have tables local and hyper. Got {key}.")
+    return Preset(values.get("about", ""), run, methods)
+
+
+def save(preset: Preset, path: Path) -> None:
+    """Write a preset as a TOML file."""
+    lines = [f"about = {_text(preset.about)}", "", "[run]"]
+    lines += [f"{key} = {_text(value)}" for key, value in preset.run.items() if key != "local"]
+    if preset.run.get("local"):
+        lines += ["", "[run.local]", *(f"{key} = {_text(value)}" for key, value in preset.run["local"].items())]
+    for method, own in sorted(preset.methods.items()):
+        lines += ["", f"[methods.{_key(method)}]"]
+        for table in ("local", "hyper"):
+            if own.get(table):
+                pairs = ", ".join(f"{key} = {_text(value)}" for key, value in own[table].items())
+                lines.append(f"{table} = {{ {pairs} }}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _key(name: str) -> str:
+    return name if name.replace("-", "").replace("_", "").isalnum() else _text(name)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)

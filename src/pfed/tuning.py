@@ -1,0 +1,173 @@
+"""Settings that suit a method: tried on validation data, never on test data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pfed import presets, registry
+from pfed.config import Local
+from pfed.errors import UserError, unknown
+from pfed.experiment import Experiment
+from pfed.options import hints
+from pfed.presets import Preset
+from pfed.result import Result
+from pfed.tables import percent, table
+
+RATES = (0.01, 0.03, 0.1)  # learning rates that are tried unless others are given
+FACTOR = 3  # of halving: a third of the settings goes on, with three times the rounds
+CARVED = 0.2  # the share of each client's training data that settings are judged on
+JUDGED = "personal/validation"
+Settings = Mapping[str, Any]
+
+
+@dataclass
+class Trial:
+    """One choice of settings, and what came of it."""
+
+    settings: Settings  # names as in --set: local.lr, lam
+    rounds: int = 0
+    score: float = math.nan  # accuracy on validation data: mean over clients, then over seeds
+    folders: dict[int, Path] = field(default_factory=dict)  # by seed
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """All trials of one method, the best first."""
+
+    method: str
+    trials: Sequence[Trial]
+    run: Settings
+
+    @property
+    def best(self) -> Settings:
+        return self.trials[0].settings
+
+    def table(self) -> str:
+        names = list(self.best)
+        rows = [
+            [*(str(trial.settings[name]) for name in names), str(trial.rounds), percent(trial.score)]
+            for trial in self.trials
+        ]
+        return table([*names, "rounds", "validation %"], rows, left=0)
+
+    def json(self) -> dict[str, Any]:
+        trials = [{"settings": dict(t.settings), "rounds": t.rounds, "validation": t.score} for t in self.trials]
+        return {"method": self.method, "best": dict(self.best), "trials": trials}
+
+    def save(self, path: Path) -> None:
+        """Put the best settings into a preset file, beside those that it has of other methods."""
+        before = presets.load(path) if path.is_file() else Preset()
+        own = {"local": {}, "hyper": {}}  # type: dict[str, dict[str, Any]]
+        for name, value in self.best.items():
+            own["local" if name.startswith("local.") else "hyper"][name.removeprefix("local.")] = value
+        about = before.about or "Found by `pfed tune` on validation data."
+        presets.save(Preset(about, self.run, {**before.methods, self.method: own}), path)
+
+    __repr__ = table
+
+
+def tune(
+    method: str,
+    tries: Mapping[str, Sequence[Any]] | None = None,
+    *,
+    search: Literal["grid", "halving"] = "halving",
+    seeds: Sequence[int] = (0,),
+    runs: str | Path | None = None,
+    **options: Any,
+) -> Tuning:
+    """Try settings of a method on validation data, which are taken out of the training data.
+
+    `tries` has the values to try by name (`local.lr`, or an option of the method); without it they are some learning
+    rates and what the method's own options say. A grid gives all of them all rounds; halving starts with few rounds
+    and goes on with the better third.
+
+    >>> from pfed import tune
+    >>> found = tune("fedper", {"local.lr": [0.01, 0.1]}, clients=4, rounds=2)
+    >>> sorted(found.best)
+    ['local.lr']
+    """
+    if search not in ("grid", "halving"):
+        raise UserError(f"search must be 'grid' or 'halving'. Got {search!r}.")
+    given = {name: list(values) for name, values in (tries or defaults(method)).items()}
+    _check(method, given)
+    options = {"validation": CARVED, "eval_every": 0, **options}
+    trials = [Trial(dict(zip(given, values, strict=True))) for values in itertools.product(*given.values())]
+    tuner = _Tuner(method, tuple(seeds), options)
+    whole = tuner.experiment(trials[0], 0, None).options.rounds
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(runs or scratch)
+        done: list[Trial] = []
+        for rounds in _rungs(whole, len(trials)) if search == "halving" else [whole]:
+            for trial in trials:
+                tuner.extend(trial, rounds, folder)
+            trials.sort(key=lambda trial: -trial.score)  # of equals the first
+            going = trials if rounds == whole else trials[: math.ceil(len(trials) / FACTOR)]
+            done = [*trials[len(going) :], *done]
+            trials = going
+        kept = {key: value for key, value in options.items() if key not in ("validation", "eval_every", "seed")}
+        return Tuning(method, [*trials, *done], kept)
+
+
+def defaults(method: str) -> dict[str, list[Any]]:
+    """What is tried of a method where nobody says what: learning rates, and what its options name."""
+    found: dict[str, list[Any]] = {"local.lr": list(RATES)}
+    if "lr" in registry.fields(method):  # its own, in place of the run's
+        found = {}
+    for name, cls in registry.fields(method).items():
+        tries = cls.__dataclass_fields__[name].metadata.get("tries")  # type: ignore[attr-defined]
+        if tries:
+            found[name] = list(tries)
+    return found
+
+
+def _check(method: str, given: Mapping[str, Sequence[Any]]) -> None:
+    known = [*registry.fields(method), *(f"local.{name}" for name in hints(Local))]
+    for name, values in given.items():
+        if name not in known:
+            raise unknown(f"option to tune of {method}", name, known)
+        if not values:
+            raise UserError(f"{name} needs at least one value to try.")
+
+
+def _rungs(rounds: int, settings: int) -> list[int]:
+    """The rounds after which the better third is chosen, the last for one setting or a few."""
+    steps = max(math.ceil(math.log(settings, FACTOR) - 1e-9), 0)
+    return sorted({max(1, round(rounds / FACTOR**step)) for step in range(steps + 1)}) if rounds else [rounds]
+
+
+@dataclass
+class _Tuner:
+    method: str
+    seeds: tuple[int, ...]
+    options: Mapping[str, Any]
+
+    def experiment(self, trial: Trial, seed: int, rounds: int | None) -> Experiment:
+        hyper = {name: value for name, value in trial.settings.items() if not name.startswith("local.")}
+        local = dict(self.options.get("local", {}))
+        local |= {name[6:]: value for name, value in trial.settings.items() if name.startswith("local.")}
+        changed = {} if rounds is None else {"rounds": rounds}
+        common = {**self.options, "hyper": {**self.options.get("hyper", {}), **hyper}}
+        return Experiment(self.method, **{**common, **changed, "local": local, "seed": seed})
+
+    def extend(self, trial: Trial, rounds: int, folder: Path) -> None:
+        """Go on with a trial until it has so many rounds, or run it anew where rounds can't be added."""
+        scores = []
+        for seed in self.seeds:
+            experiment = self.experiment(trial, seed, rounds)
+            before = trial.folders.get(seed)
+            result = experiment.resume(before) if before and experiment.extensible else experiment.run(folder)
+            trial.folders[seed] = folder / result.run
+            scores.append(_score(result))
+        trial.rounds, trial.score = rounds, sum(scores) / len(scores)
+
+
+def _score(result: Result) -> float:
+    if JUDGED not in result.metrics:
+        raise UserError("There are no validation data to tune on. Set run.validation, for example to 0.2.")
+    return result.metrics[JUDGED]

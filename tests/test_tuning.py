@@ -1,0 +1,164 @@
+"""Tuning: settings chosen on validation data, and comparisons that take what is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pfed import Experiment, Federation, Samples, UserError, cli, compare, presets, tune, tuning
+from pfed.registry import methods
+from pfed.result import Result
+
+SMALL: dict[str, Any] = {"clients": 4, "rounds": 4, "model": "mlp", "train_cap": 40, "classes_per_client": 3}
+
+
+def test_a_grid_is_judged_by_separate_runs() -> None:
+    tries = {"local.lr": [0.001, 0.1], "mu": [0.0, 1.0]}
+    found = tune("fedprox", tries, search="grid", seeds=(0, 1), **SMALL)
+    scores = {}
+    for lr in tries["local.lr"]:
+        for mu in tries["mu"]:
+            results = [
+                Experiment(
+                    "fedprox", hyper={"mu": mu}, local={"lr": lr}, validation=0.2, seed=seed, eval_every=0, **SMALL
+                ).run()
+                for seed in (0, 1)
+            ]
+            scores[lr, mu] = sum(r.metrics["personal/validation"] for r in results) / 2
+    assert {(t.settings["local.lr"], t.settings["mu"]): t.score for t in found.trials} == scores
+    assert [t.score for t in found.trials] == sorted(scores.values(), reverse=True)
+    assert scores[found.best["local.lr"], found.best["mu"]] == max(scores.values())
+    assert {t.rounds for t in found.trials} == {4}
+
+
+def test_halving_goes_on_with_the_better_third() -> None:
+    tries = {"local.lr": [0.0001, 0.001, 0.01, 0.03, 0.1]}
+    found = tune("fedavg", tries, **{**SMALL, "rounds": 9})
+    assert [trial.rounds for trial in found.trials] == [9, 3, 1, 1, 1]
+    for trial in found.trials:
+        straight = Experiment(
+            "fedavg",
+            local=dict([("lr", trial.settings["local.lr"])]),
+            validation=0.2,
+            **{**SMALL, "rounds": trial.rounds},
+        ).run()
+        assert trial.score == straight.metrics["personal/validation"]
+    first = {t.settings["local.lr"]: t for t in tune("fedavg", tries, search="grid", **{**SMALL, "rounds": 1}).trials}
+    better = sorted(first.values(), key=lambda t: -t.score)[:2]
+    assert {t.settings["local.lr"] for t in found.trials[:2]} == {t.settings["local.lr"] for t in better}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "cd2pfed"])
+def test_a_longer_trial_is_what_a_straight_run_is(method: str) -> None:
+    """Rounds are added where they can be; else the trial is run anew."""
+    found = tune(method, {"local.lr": [0.01, 0.1]}, **{**SMALL, "rounds": 3})
+    best = found.trials[0]
+    straight = Experiment(method, local={"lr": best.settings["local.lr"]}, validation=0.2, **{**SMALL, "rounds": 3})
+    assert (best.rounds, best.score) == (3, straight.run().metrics["personal/validation"])
+
+
+def test_test_data_have_no_say(tiny: Federation) -> None:
+    """With wrong labels in all test data the same scores come out."""
+    tries = {"local.lr": [0.01, 0.1, 0.3]}
+    settings: dict[str, Any] = {"rounds": 2, "model": "mlp", "search": "grid"}
+    wrong = [dataclasses.replace(c, test=Samples.of(c.test.take()[0], (c.test.labels + 1) % 10)) for c in tiny.clients]
+    spoilt = dataclasses.replace(tiny, clients=tuple(wrong))
+    one, two = (tune("fedavg", tries, data=data, **settings) for data in (tiny, spoilt))
+    assert [(t.settings, t.score) for t in one.trials] == [(t.settings, t.score) for t in two.trials]
+
+
+@pytest.mark.parametrize("method", list(methods()))
+def test_what_is_tried_of_a_method_is_valid(method: str) -> None:
+    for name, values in tuning.defaults(method).items():
+        assert len(set(values)) == len(values) > 1
+        for value in values:
+            if name.startswith("local."):
+                Experiment(method, local={name[6:]: value})
+            else:
+                Experiment(method, hyper={name: value})
+
+
+def test_the_command_writes_a_preset_that_others_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "tuned.toml"
+    small = ["--clients", "4", "--rounds", "2", "--model", "mlp", "--train-cap", "20"]
+    assert (
+        cli.main(["tune", "fedprox", "--try", "mu=0.1,1", "--try", "local.lr=0.05,0.1", "--out", str(out), *small]) == 0
+    )
+    shown = capsys.readouterr().out
+    assert "validation %" in shown
+    assert shown.splitlines()[0] == "fedprox"
+    assert cli.main(["tune", "fedavg", "--try", "local.lr=0.05", "--out", str(out), "--json", *small]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["best"] == {"local.lr": 0.05}
+    preset = presets.load(out)
+    assert set(preset.methods) == {"fedavg", "fedprox"}
+    assert preset.methods["fedprox"]["hyper"]["mu"] in (0.1, 1)
+    assert (preset.run["rounds"], preset.run["train_cap"]) == (2, 20)
+    assert not {"validation", "eval_every", "seed"} & set(preset.run)
+    both = compare(["fedavg", "fedprox"], preset=out)
+    assert [r.config["local"]["lr"] for r in both.results] == [0.05, preset.methods["fedprox"]["local"]["lr"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fedprox", "--try", "muu=1,2"], "There is no option to tune of fedprox 'muu'. Did you mean 'mu'?"),
+        (["fedprox", "--try", "mu"], "--try takes KEY=A,B,…. Got 'mu'."),
+        (["fedprox", "--try", "mu=1,x"], "FedProx.mu must be a number. Got 'x'."),
+        (
+            ["fedprox", "--try", "local.rl=1"],
+            "There is no option to tune of fedprox 'local.rl'. Did you mean 'local.lr'?",
+        ),
+        (["fedprox", "--validation", "0"], "There are no validation data to tune on."),
+        (["fedprx"], "There is no method 'fedprx'. Did you mean 'fedprox'?"),
+    ],
+)
+def test_mistakes_of_a_search(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", *words, "--clients", "4", "--rounds", "1", "--model", "mlp"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_search_that_is_not_known() -> None:
+    with pytest.raises(UserError, match="search must be 'grid' or 'halving'. Got 'random'"):
+        tune("fedavg", search="random")  # type: ignore[arg-type]
+
+
+def test_a_comparison_takes_what_is_there(tmp_path: Path) -> None:
+    first = compare(["local", "fedavg"], runs=tmp_path, seeds=(0, 1), **SMALL)
+    again = compare(["local", "fedavg", "fedprox"], runs=tmp_path, seeds=(0, 1), reuse=True, **SMALL, engine="debug")
+    assert {r.run for r in first.results} < {r.run for r in again.results}
+    assert len(list(tmp_path.iterdir())) == 6
+    assert first.rows() == again.rows()[:2]
+    compare(["fedavg"], runs=tmp_path, reuse=True, **{**SMALL, "train_cap": 39})
+    assert len(list(tmp_path.iterdir())) == 7
+
+
+def test_a_comparison_goes_on_with_a_stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pfed.session import Session
+
+    act = Session._act
+
+    def stops(self: Session, t: int) -> None:
+        if t == 3:
+            raise KeyboardInterrupt
+        act(self, t)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_act", stops)
+        with pytest.raises(KeyboardInterrupt):
+            compare(["fedavg"], runs=tmp_path, checkpoint_every=1, **SMALL)
+    (folder,) = tmp_path.iterdir()
+    assert Result.load(folder).state == "stopped"
+    (result,) = compare(["fedavg"], runs=tmp_path, reuse=True, checkpoint_every=1, **SMALL).results
+    assert (result.run, result.state) == (folder.name, "complete")
+    assert result.metrics == Experiment("fedavg", **SMALL).run().metrics
+
+
+def test_data_from_python_are_never_taken_for_others(tiny: Federation, tmp_path: Path) -> None:
+    for _ in range(2):
+        compare(["fedavg"], data=tiny, model="mlp", rounds=1, runs=tmp_path, reuse=True)
+    assert len(list(tmp_path.iterdir())) == 2
