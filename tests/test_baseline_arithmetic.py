@@ -362,7 +362,8 @@ def test_fedproto_by_hand() -> None:
     }
     even = run("fedproto", data, TwoLayers, rounds=1, hyper={"weighting": "uniform"}, local={"epochs": 0, "lr": 1.0})
     assert even.server["prototypes"]["0"].tolist() == pytest.approx([(1.5 + 4) / 2])
-    assert {key for message in done.messages for key in message.up} == {"sums", "counts"}
+    assert {key for message in done.messages for key in message.up} == {"means", "counts"}
+    assert [message.up["means"].keys() for message in done.messages] == [{"0", "1"}, {"0"}]  # of classes that it has
 
 
 def test_feddf_moves_the_mean_towards_the_clients() -> None:

@@ -27,6 +27,11 @@ from pfed.session import Session
 METHODS = [*registry.methods(), "fedavg+ft", "ditto+ft", "partialfed-fix+ft"]
 MODELS = ["cnn-small", "cnn-small-bn"]
 LOCAL = {"lr": 0.1, "batch_size": 8, "momentum": 0.5}
+QUICK: dict[str, dict[str, Any]] = {  # what takes long, and lets rounding grow
+    "fedetf": {"alternations": 1},
+    "feddf": {"server_steps": 20},
+    "fedmd": {"public_epochs": 1, "private_epochs": 1},
+}
 
 every_method = pytest.mark.parametrize("method", METHODS)
 every_model = pytest.mark.parametrize("model", MODELS)
@@ -40,7 +45,7 @@ def _without_batchnorm_is_meant() -> Iterator[None]:
 
 
 def short(method: str, data: Federation, model: str = "cnn-small", **changes: Any) -> Experiment:
-    settings = {"rounds": 2, "fraction": 0.5, "local": LOCAL, **changes}
+    settings = {"rounds": 2, "fraction": 0.5, "local": LOCAL, "hyper": QUICK.get(method), **changes}
     return Experiment(method, data, model, **settings)
 
 
@@ -120,7 +125,7 @@ def test_resume_is_exact(method: str, model: str, tiny: Federation, tmp_path: Pa
     with_record = Record(again / "record.sqlite")
     with_record.set(state="stopped")
     with_record.close()
-    before = Experiment(method, tiny, model, rounds=4, fraction=0.5, local=LOCAL, checkpoint_every=2)
+    before = short(method, tiny, model, rounds=4, checkpoint_every=2)
     result = before.resume(again)
     assert (again / last.name).is_file()
     assert before.session is not None
@@ -319,8 +324,11 @@ def test_a_client_that_cannot_train_weighs_nothing(method: str, tiny: Federation
         run(short(method, dataclasses.replace(tiny, clients=clients), "cnn-small-bn", fraction=1.0))
         for clients in ((*others, single), others)
     )
-    if "pooled" not in with_it.method.needs:  # the union has one sample more
-        assert_same(with_it.server, without.server)
+    if "pooled" in with_it.method.needs or method == "scaffold":
+        return  # the union has one sample more; SCAFFOLD divides by the number of all clients
+    for session in (with_it, without):
+        session.server.pop("classifier", None)  # SphereFed's calibration counts every sample
+    assert_same(with_it.server, without.server)
 
 
 @every_method

@@ -103,6 +103,7 @@ class Method:
     tasks: frozenset[str] = frozenset({"classification"})
     sends_all = False  # the whole model travels, so what a client keeps of it is no secret
     fixed_rounds = False  # what it does depends on how many rounds there are in all
+    own_rates = False  # it has learning rates in place of the run's
     keep_optimizer = False  # momentum survives between rounds unless the run says otherwise
     reduces_to: tuple[Reduction, ...] = ()  # identities, which the tests hold bit for bit
 

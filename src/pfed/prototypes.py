@@ -43,7 +43,7 @@ def merged(before: Tensors | None, replies: Iterable[Payload], by_samples: bool 
         assert isinstance(counts, Tensors)
         for label, mean in means.items():
             folds.setdefault(label, Mean()).add(mean, float(counts[label]) if by_samples else 1.0)
-    return (before or Tensors()) | {label: fold.value() for label, fold in folds.items()}  # type: ignore[misc]
+    return Tensors({**(before or {}), **{label: fold.value() for label, fold in folds.items()}})  # type: ignore[misc]
 
 
 class Prototypes:

@@ -7,6 +7,7 @@ import copy
 import math
 import time
 
+import torch
 from torch import nn
 
 from pfed import machine, streams, wire
@@ -81,7 +82,8 @@ class Session:
             for key, value in self.method.download(self.server).items()
         }
         owner = self._runner.client(client, self.done.round, wire.copy_tree(state))
-        models = self.method.predictor(owner, **download)
+        with torch.enable_grad():  # some adapt first, wherever they are asked for
+            models = self.method.predictor(owner, **download)
         model = models if isinstance(models, nn.Module) else next(iter(models.values()))
         own = copy.deepcopy(model).eval().cpu()
         owner.pool.give_back()

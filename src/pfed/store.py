@@ -242,10 +242,12 @@ def same(runs: Path, config: Mapping[str, Any]) -> Path | None:
         return None
     found = []
     for folder in folders(runs):
-        with contextlib.suppress(RunError, sqlite3.DatabaseError):
+        try:
             with contextlib.closing(Record(folder / RECORD, readonly=True)) as record:
                 if _settings(record.get("config", {})) == _settings(config):
                     found.append((record.get("created") or 0, folder))
+        except (RunError, sqlite3.DatabaseError):
+            continue
     return max(found)[1] if found else None
 
 

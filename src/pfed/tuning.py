@@ -54,7 +54,7 @@ class Tuning:
             [*(str(trial.settings[name]) for name in names), str(trial.rounds), percent(trial.score)]
             for trial in self.trials
         ]
-        return table([*names, "rounds", "validation %"], rows, left=0)
+        return table([*names, "rounds", "validation"], rows, left=0)
 
     def json(self) -> dict[str, Any]:
         trials = [{"settings": dict(t.settings), "rounds": t.rounds, "validation": t.score} for t in self.trials]
@@ -110,15 +110,15 @@ def tune(
             going = trials if rounds == whole else trials[: math.ceil(len(trials) / FACTOR)]
             done = [*trials[len(going) :], *done]
             trials = going
-        kept = {key: value for key, value in options.items() if key not in ("validation", "eval_every", "seed")}
+        kept = {
+            key: value for key, value in options.items() if key not in ("validation", "eval_every", "seed", "hyper")
+        }
         return Tuning(method, [*trials, *done], kept)
 
 
 def defaults(method: str) -> dict[str, list[Any]]:
     """What is tried of a method where nobody says what: learning rates, and what its options name."""
-    found: dict[str, list[Any]] = {"local.lr": list(RATES)}
-    if "lr" in registry.fields(method):  # its own, in place of the run's
-        found = {}
+    found: dict[str, list[Any]] = {} if registry.make(method, {}).own_rates else {"local.lr": list(RATES)}
     for name, cls in registry.fields(method).items():
         tries = cls.__dataclass_fields__[name].metadata.get("tries")  # type: ignore[attr-defined]
         if tries:

@@ -71,7 +71,8 @@ def get(name: str, force: bool = False) -> Path:
     """
     source = find(name)
     if source.parts:
-        return [get(part, force) for part in source.parts][0].parent
+        folders = [get(part, force) for part in source.parts]
+        return folders[0].parent
     if not source.forms:
         return _scikit_learn_folder()
     place = _local(source)
@@ -109,7 +110,7 @@ def check(name: str) -> list[str]:
 
 def _read(source: Source, folder: Path | None = None, image_size: int | None = None) -> Dataset:
     if source.parts:
-        return digits_5s(*(_read(find(part)) for part in source.parts), _scikit_learn_folder().parent / "images")
+        return digits_5s(_scikit_learn_folder().parent / "images", *(_read(find(part)) for part in source.parts))
     if not source.forms:
         return _from_split(source, _digits())
     place = _complete(source, folder, "put the original file there") if folder is not None else _anywhere(source)

@@ -6,10 +6,12 @@ as in MNIST-M) and digits rendered in a font. It is not Digits-Five, and its fig
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
@@ -20,11 +22,11 @@ SIDE = 28
 TRAIN, TEST = 5000, 1000  # of each style, where there are so many
 STYLES = ("mnist", "usps", "small", "photo", "rendered")
 PHOTOS = ("china.jpg", "flower.jpg")
-Pixels = NDArray[np.uint8]  # (n, 3, SIDE, SIDE)
+Pixels = NDArray[np.uint8]  # (3, SIDE, SIDE), or (n, 3, SIDE, SIDE)
 Labels = NDArray[np.int64]
 
 
-def digits_5s(mnist: Dataset, usps: Dataset, digits: Dataset, photos: Path) -> Dataset:
+def digits_5s(photos: Path, mnist: Dataset, usps: Dataset, digits: Dataset) -> Dataset:
     """The data set from its parts; `photos` is the folder of scikit-learn's photographs. Always the same."""
     rng = streams.rng(0, "digits-5s")
     train: list[tuple[Pixels, Labels]] = []
@@ -43,15 +45,15 @@ def digits_5s(mnist: Dataset, usps: Dataset, digits: Dataset, photos: Path) -> D
         split.append((np.stack([_rendered(digit, rng) for digit in y.tolist()]), y))
     parts = [*train, *test]
     groups = np.concatenate([np.full(len(y), i % len(STYLES)) for i, (_, y) in enumerate(parts)])
-    x, y = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
-    first = sum(len(labels) for _, labels in train)
+    pixels, labels = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
+    first = sum(len(own) for _, own in train)
     return Dataset(
         "digits-5s",
-        x,
-        y,
+        pixels,
+        labels,
         mnist.classes,
         train=torch.arange(first),
-        test=torch.arange(first, len(y)),
+        test=torch.arange(first, len(labels)),
         groups=torch.from_numpy(groups),
         group_names=STYLES,
         domains=True,
@@ -68,12 +70,10 @@ def _rows(source: Dataset) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def _resized(source: Dataset, rows: NDArray[np.int64]) -> tuple[Pixels, Labels]:
     """Grey images of any size as colour images of one size."""
-    found = []
-    for image in source.x[torch.from_numpy(rows)].numpy()[:, 0]:
-        picture = Image.fromarray(image if image.dtype == np.uint8 else (255 * image).round().astype(np.uint8))
-        found.append(np.asarray(picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR)))
-    grey = np.stack(found)
-    return np.repeat(grey[:, None], 3, axis=1), source.y[torch.from_numpy(rows)].numpy()
+    chosen = torch.from_numpy(rows)
+    x = source.x[chosen].float() * (1 if source.x.dtype == torch.uint8 else 255)
+    grey = F.interpolate(x, (SIDE, SIDE), mode="bilinear").round().to(torch.uint8)
+    return grey.expand(-1, 3, -1, -1).numpy(), source.y[chosen].numpy()
 
 
 def _over_photos(digits: Pixels, photos: list[NDArray[np.uint8]], rng: np.random.Generator) -> Pixels:
@@ -87,10 +87,10 @@ def _over_photos(digits: Pixels, photos: list[NDArray[np.uint8]], rng: np.random
     return out
 
 
-def _rendered(digit: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+def _rendered(digit: int, rng: np.random.Generator) -> Pixels:
     """A digit in Pillow's own font: size, weight, slant, turn, place and both colours by chance."""
     wide = 2 * SIDE  # drawn larger, so that edges are smooth
-    font = ImageFont.load_default(float(rng.integers(36, 56)))
+    font = _font(int(rng.integers(36, 56)))
     paper, ink = rng.integers(0, 256, (2, 3))
     if abs(int(paper.sum()) - int(ink.sum())) < 200:  # to be read at all
         ink = 255 - paper
@@ -101,5 +101,10 @@ def _rendered(digit: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     glyph = glyph.transform(glyph.size, Image.Transform.AFFINE, (1, slant, -slant * wide / 2, 0, 1, 0))
     glyph = glyph.rotate(rng.uniform(-20, 20), Image.Resampling.BILINEAR).resize((SIDE, SIDE), Image.Resampling.BOX)
     share = np.asarray(glyph, np.float32)[None] / 255
-    mixed = ink[:, None, None] * share + paper[:, None, None] * (1 - share)
-    return mixed.round().astype(np.uint8)
+    mixed: Pixels = (ink[:, None, None] * share + paper[:, None, None] * (1 - share)).round().astype(np.uint8)
+    return mixed
+
+
+@functools.cache
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pfed import anatomy, simplex
-from pfed.anatomy import BACKBONE, HEAD
+from pfed.anatomy import BACKBONE, HEAD, NONE
 from pfed.client import Client, Loss
 from pfed.cohort import Cohort
 from pfed.forward import Batch, features
@@ -60,7 +61,7 @@ class FedPAC(Method):
         server["body"] = replies.mean("body")
         server["prototypes"] = merged(server["prototypes"], [replies[client] for client in cohort.trained])
         if self.combine:
-            server["heads"].update(self._combined(replies))
+            server["heads"].update(self._combined(replies, cohort.trained))
 
     @step
     def update(self, client: Client, body: Tensors, head: Tensors | None, prototypes: Tensors | None) -> Payload:
@@ -72,7 +73,7 @@ class FedPAC(Method):
         opt = SGD(anatomy.trainable(model, HEAD), rate, local.momentum, local.nesterov, local.weight_decay)
         client.fit(model, epochs=self.head_epochs, only=HEAD, opt=opt, stream="head")
         client.fit(model, self._loss(client, targets) if targets and self.lam else None, only=BACKBONE)
-        client.keep(model, HEAD)
+        client.keep(model, NONE if self.combine else HEAD)  # a combined head comes from the server
         sent: Payload = {"body": client.share(model, BACKBONE), **class_means(client, model)}
         if self.combine:
             sent |= {"head": client.share(model, HEAD), "variance": variance, "shares": shares}
@@ -93,9 +94,10 @@ class FedPAC(Method):
 
         return loss
 
-    def _combined(self, replies: Replies) -> dict[int, Tensors]:
+    def _combined(self, replies: Replies, ids: Sequence[int]) -> dict[int, Tensors]:
         """The head of each client, as the best combination of all heads."""
-        ids = list(replies)
+        if not ids:
+            return {}
         h = torch.stack([replies[k]["shares"] for k in ids]).double()  # type: ignore[misc]
         v = torch.tensor([float(replies[k]["variance"]) for k in ids], dtype=torch.float64)  # type: ignore[arg-type]
         heads = {}

@@ -45,6 +45,7 @@ class SphereFed(Method):
     calibrate: bool = option(True, "fit the classifier anew after the last round")
     rho: float = option(1.0, "ridge of that fit", gt=0)
     agg: Aggregation = "samples"
+    own_rates = True
 
     def build(self, spec: Spec) -> nn.Module:
         def head(width: int, classes: int) -> nn.Module:
