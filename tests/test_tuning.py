@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pfed import Experiment, Federation, Samples, UserError, cli, compare, presets, tune, tuning
+from pfed import Experiment, Federation, Samples, RunError, UserError, cli, compare, presets, tune, tuning
 from pfed.registry import methods
 from pfed.result import Result
 
@@ -120,6 +120,16 @@ def test_the_command_writes_a_preset_that_others_take(tmp_path: Path, capsys: py
 def test_mistakes_of_a_search(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", *words, "--clients", "4", "--rounds", "1", "--model", "mlp"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_setting_that_fails_is_the_last() -> None:
+    """With a rate of a million numbers grow beyond all bounds."""
+    found = tune("fedavg", {"local.lr": [1e6, 0.1]}, **SMALL)
+    assert [trial.settings["local.lr"] for trial in found.trials] == [0.1, 1e6]
+    assert "failed" in found.table()
+    assert found.json()["trials"][1]["validation"] is None
+    with pytest.raises(RunError, match="All settings of fedavg failed. The first: Round 1"):
+        tune("fedavg", {"local.lr": [1e6, 1e7]}, **SMALL)
 
 
 def test_a_search_that_is_not_known() -> None:

@@ -12,17 +12,19 @@ from typing import Any, Literal
 
 from pfed import presets, registry
 from pfed.config import Local
-from pfed.errors import UserError, unknown
+from pfed.errors import RunError, UserError, unknown
 from pfed.experiment import Experiment
 from pfed.options import hints
 from pfed.presets import Preset
 from pfed.result import Result
+from pfed.store import WAYS
 from pfed.tables import percent, table
 
 RATES = (0.01, 0.03, 0.1)  # learning rates that are tried unless others are given
 FACTOR = 3  # of halving: a third of the settings goes on, with three times the rounds
 CARVED = 0.2  # the share of each client's training data that settings are judged on
 JUDGED = "personal/validation"
+NOT_KEPT = {"validation", "eval_every", "seed", "hyper", *WAYS}  # of the run's settings in a preset
 Settings = Mapping[str, Any]
 
 
@@ -32,7 +34,8 @@ class Trial:
 
     settings: Settings  # names as in --set: local.lr, lam
     rounds: int = 0
-    score: float = math.nan  # accuracy on validation data: mean over clients, then over seeds
+    score: float = 0.0  # accuracy on validation data: mean over clients, then over seeds
+    failed: str = ""  # why there is none
     folders: dict[int, Path] = field(default_factory=dict)  # by seed
 
 
@@ -51,13 +54,16 @@ class Tuning:
     def table(self) -> str:
         names = list(self.best)
         rows = [
-            [*(str(trial.settings[name]) for name in names), str(trial.rounds), percent(trial.score)]
-            for trial in self.trials
+            [*(str(t.settings[name]) for name in names), str(t.rounds), "failed" if t.failed else percent(t.score)]
+            for t in self.trials
         ]
         return table([*names, "rounds", "validation"], rows, left=0)
 
     def json(self) -> dict[str, Any]:
-        trials = [{"settings": dict(t.settings), "rounds": t.rounds, "validation": t.score} for t in self.trials]
+        trials = [
+            {"settings": dict(t.settings), "rounds": t.rounds, "validation": None if t.failed else t.score}
+            for t in self.trials
+        ]
         return {"method": self.method, "best": dict(self.best), "trials": trials}
 
     def save(self, path: Path) -> None:
@@ -106,13 +112,13 @@ def tune(
         for rounds in _rungs(whole, len(trials)) if search == "halving" else [whole]:
             for trial in trials:
                 tuner.extend(trial, rounds, folder)
-            trials.sort(key=lambda trial: -trial.score)  # of equals the first
+            trials.sort(key=lambda trial: (bool(trial.failed), -trial.score))  # of equals the first
             going = trials if rounds == whole else trials[: math.ceil(len(trials) / FACTOR)]
+            if going[0].failed:
+                raise RunError(f"All settings of {method} failed. The first: {going[0].failed}")
             done = [*trials[len(going) :], *done]
             trials = going
-        kept = {
-            key: value for key, value in options.items() if key not in ("validation", "eval_every", "seed", "hyper")
-        }
+        kept = {key: value for key, value in options.items() if key not in NOT_KEPT}
         return Tuning(method, [*trials, *done], kept)
 
 
@@ -156,15 +162,23 @@ class _Tuner:
         return Experiment(self.method, **{**common, **changed, "local": local, "seed": seed})
 
     def extend(self, trial: Trial, rounds: int, folder: Path) -> None:
-        """Go on with a trial until it has so many rounds, or run it anew where rounds can't be added."""
+        """Go on with a trial until it has so many rounds, or run it anew where rounds can't be added.
+
+        One that stops by itself, as where numbers grow beyond all bounds, has failed.
+        """
         scores = []
+        trial.rounds = rounds
         for seed in self.seeds:
             experiment = self.experiment(trial, seed, rounds)
             before = trial.folders.get(seed)
-            result = experiment.resume(before) if before and experiment.extensible else experiment.run(folder)
+            try:
+                result = experiment.resume(before) if before and experiment.extensible else experiment.run(folder)
+            except RunError as error:
+                trial.failed = str(error)
+                return
             trial.folders[seed] = folder / result.run
             scores.append(_score(result))
-        trial.rounds, trial.score = rounds, sum(scores) / len(scores)
+        trial.score = sum(scores) / len(scores)
 
 
 def _score(result: Result) -> float:
