@@ -331,7 +331,7 @@ def test_a_consensus_is_the_mean_of_logits() -> None:
 def test_fedbabu_never_changes_the_head_before_tuning() -> None:
     """The head is the initial one, and no message has it."""
     done = run("fedbabu", blobs((7, 12, 5, 9)), Residual, rounds=3, hyper={"ft_epochs": 0}, local={"lr": 0.2})
-    start = anatomy.snapshot(Experiment("fedavg", blobs((7, 12, 5, 9)), Residual)._pool().template(-1))
+    start = anatomy.snapshot(Experiment("fedbabu", blobs((7, 12, 5, 9)), Residual)._pool().template(-1))
     heads = anatomy.HEAD.names(Residual())
     for personal in done.personal.values():
         assert all(torch.equal(personal[name], start[name]) for name in heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -47,6 +48,31 @@ def test_a_fixed_classifier_is_the_same_everywhere(method: str, tiny: Federation
     bodies = [model.state_dict()["fc1.weight"] for model in models]
     assert all(torch.equal(frames[0], frame) for frame in frames)
     assert not torch.equal(bodies[0], bodies[1])
+
+
+def test_the_head_of_fedbabu_is_the_same_everywhere(tiny: Federation) -> None:
+    pool = Experiment("fedbabu", tiny, ["mlp", "mlp"])._pool()
+    states = [pool.take(client).state_dict() for client in range(4)]
+    assert all(torch.equal(states[0]["fc2.weight"], state["fc2.weight"]) for state in states)
+    assert not torch.equal(states[0]["fc1.weight"], states[1]["fc1.weight"])
+
+
+@pytest.mark.parametrize(("method", "key"), [("apfl", "v"), ("pfedme", "theta"), ("pfedsd", "personal")])
+def test_a_client_that_never_trained_has_no_model_of_its_own(method: str, key: str, tiny: Federation) -> None:
+    """With BatchNorm, one sample makes no batch."""
+    single = dataclasses.replace(tiny.clients[0], train=tiny.clients[0].train.part([0]))
+    data = dataclasses.replace(tiny, clients=(single, *tiny.clients[1:]))
+    done = run(method, data, "cnn-small-bn", rounds=1)
+    assert [key in done.states[client] for client in range(4)] == [False, True, True, True]
+
+
+def test_an_aggregation_of_l2gd_that_somebody_missed_is_repeated(tiny: Federation) -> None:
+    """Without training in between, everybody would go to the mean that it has, which may be an older one."""
+    local: dict[str, Any] = {"hyper": {"p": 0.9}, "rounds": 12, "seed": 2}
+    all_there, some = (run("l2gd", tiny, "mlp", dropout=dropout, **local) for dropout in (0.0, 0.4))
+    aggregations = {m.round for m in all_there.messages if m.step == "mixed"}
+    sent, again = ({m.round for m in done.messages if m.step == "send"} for done in (all_there, some))
+    assert sent < again <= aggregations
 
 
 def test_a_fixed_head_can_not_be_tuned(tiny: Federation) -> None:

@@ -61,11 +61,11 @@ class APFL(Method):
             sgd.step()
             alpha = after if self.adaptive else alpha
 
-        client.fit(model, grad=personal)
+        if client.fit(model, grad=personal).steps:
+            client.state["v"] = anatomy.snapshot(mixed) | own
+            client.state["alpha"] = alpha
         if client.keeps_optimizer and sgd.buffers:
             client.state.setdefault("momentum", {})["v"] = sgd.buffers
-        client.state["v"] = anatomy.snapshot(mixed) | own
-        client.state["alpha"] = alpha
         client.log(alpha=alpha)
         client.keep(model)
         shared_now = client.share(model)

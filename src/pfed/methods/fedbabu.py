@@ -5,11 +5,13 @@ from typing import Literal
 
 from torch import nn
 
+from pfed import anatomy
 from pfed.anatomy import ALL, BACKBONE, HEAD, params, snapshot
 from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.method import Aggregation, Method, step
 from pfed.options import option
+from pfed.pool import Spec
 from pfed.registry import register
 from pfed.tensors import Tensors
 from pfed.wire import Payload, State
@@ -32,6 +34,11 @@ class FedBABU(Method):
     ft_epochs: int = option(10, "epochs of tuning after the last round", ge=0)
     ft_scope: Literal["all", "head", "body"] = option("all", "what is tuned")
     agg: Aggregation = "samples"
+
+    def build(self, spec: Spec) -> nn.Module:
+        model = spec.base()
+        spec.add("head", lambda: _draw(model.get_submodule(anatomy.head_name(model))), common=True)
+        return model
 
     def init(self, model: nn.Module) -> State:
         return {"body": params(model, BACKBONE)}
@@ -63,3 +70,10 @@ class FedBABU(Method):
     def predictor(self, client: Client, body: Tensors) -> dict[str, nn.Module]:
         untuned, tuned = client.model(body), client.state.get("tuned")
         return {"personal": untuned if tuned is None else client.model(tuned), "untuned": untuned}
+
+
+def _draw(head: nn.Module) -> None:
+    """Initial values anew, from the stream that is in use."""
+    for module in head.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()

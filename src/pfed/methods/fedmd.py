@@ -15,6 +15,7 @@ from pfed.cohort import Cohort
 from pfed.method import Aggregation, Method, step
 from pfed.options import option
 from pfed.registry import register
+from pfed.sgd import SGD
 from pfed.shortcuts import SLICE
 from pfed.wire import Payload, State
 
@@ -85,7 +86,8 @@ class FedMD(Method):
 
     def _train(self, client: Client, model: nn.Module, x: Tensor, y: Tensor, epochs: int, stream: str) -> None:
         """Epochs on public images: labels by cross-entropy, logits by their distance."""
-        size, sgd = client.local.batch_size, client.sgd(anatomy.trainable(model.train()), stream)
+        local, size = client.local, client.local.batch_size
+        sgd = SGD(anatomy.trainable(model.train()), client.lr, local.momentum, local.nesterov, local.weight_decay)
         order = client.rng(stream)
         with streams.torch_scope(client.options.seed, "dropout", client.id, client.round, stream):
             for _ in range(epochs):

@@ -72,7 +72,7 @@ class FedPAC(Method):
         rate = client.rate(self.head_lr)
         opt = SGD(anatomy.trainable(model, HEAD), rate, local.momentum, local.nesterov, local.weight_decay)
         client.fit(model, epochs=self.head_epochs, only=HEAD, opt=opt, stream="head")
-        client.fit(model, self._loss(client, targets) if targets and self.lam else None, only=BACKBONE)
+        client.fit(model, self._loss(client, targets) if targets else None, only=BACKBONE)
         client.keep(model, NONE if self.combine else HEAD)  # a combined head comes from the server
         sent: Payload = {"body": client.share(model, BACKBONE), **class_means(client, model)}
         if self.combine:
@@ -81,7 +81,7 @@ class FedPAC(Method):
 
     def _targets(self, client: Client, model: nn.Module, prototypes: Tensors | None) -> Prototypes | None:
         """The global prototypes, and the client's own where there is none; nothing in the first round."""
-        if prototypes is None:
+        if not prototypes or not self.lam:
             return None
         return Prototypes(merged(None, [class_means(client, model)]) | prototypes, client.classes)
 

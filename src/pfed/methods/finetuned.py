@@ -82,7 +82,8 @@ class FineTuned(Method):
 
     def finish(self, server: State, cohort: Cohort) -> None:
         self.base.finish(server, cohort)
-        cohort.call(self.finetune, **self.download(server))
+        if self.ft_epochs:
+            cohort.call(self.finetune, **self.download(server))
 
     @step
     def finetune(self, client: Client, **download: Any) -> None:

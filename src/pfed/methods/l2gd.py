@@ -55,7 +55,7 @@ class L2GD(Method):
         else:
             mean = None if server["fresh"] else cohort.mean(self.send, "model")
             cohort.call(self.mixed, mean=mean)
-        server["fresh"] = aggregates
+        server["fresh"] = aggregates and cohort.answered == cohort.ids  # else somebody has an older mean
 
     @step
     def train(self, client: Client) -> None:

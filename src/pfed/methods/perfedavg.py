@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,12 +84,18 @@ class PerFedAvg(Method):
         d = gradient(start - self.alpha * first, batches[1])
         if self.variant == "hf":
             with quiet(model):
-                chance = torch.get_rng_state()  # both gradients under the same dropout
-                above = gradient(start + self.delta * d, batches[2])
-                torch.set_rng_state(chance)
-                below = gradient(start - self.delta * d, batches[2])
+                above, below = (
+                    self._same_chance(client, gradient, start + sign * self.delta * d, batches[2]) for sign in (1, -1)
+                )
             d = d - self.alpha * ((above - below) / (2 * self.delta))
         _put(w, start - beta * d)
+
+    def _same_chance(
+        self, client: Client, gradient: Callable[[Tensors, Batch], Tensors], at: Tensors, batch: Batch
+    ) -> Tensors:
+        """A gradient under the dropout that belongs to the batch."""
+        with streams.torch_scope(client.options.seed, "dropout", client.id, client.round, f"hessian/{batch.step}"):
+            return gradient(at, batch)
 
     def predictor(self, client: Client, params: Tensors) -> dict[str, nn.Module]:
         model = client.model(params)

@@ -70,9 +70,11 @@ class PFedMe(Method):
                 with torch.no_grad():
                     for name, p in theta.items():
                         w[name] -= self.eta * self.lam * (w[name] - p)
-        client.state["theta"] = anatomy.snapshot(model)
+        trained = anatomy.snapshot(model)
+        if client.samples:
+            client.state["theta"] = trained
         client.trained(model)
-        copy = client.model(client.state["theta"], Tensors(w))
+        copy = client.model(trained, Tensors(w))
         client.keep(copy)
         return {"params": client.share(copy, ~STATS), "statistics": client.share(copy, STATS)}
 
