@@ -394,7 +394,7 @@ def test_data_list_get_check_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     header, _, *rows = good("data", "list").out.splitlines()
     assert header.split() == ["name", "what", "samples", "classes", "download", "here"]
     here = {row.split()[0]: row.split()[-1] for row in rows}
-    others = ("mnist", "fashion-mnist", "cifar10", "usps", "pacs")
+    others = ("mnist", "fashion-mnist", "cifar10", "usps", "digits-5s", "pacs")
     assert here == {"digits": "yes", **dict.fromkeys(others, "no")}
     assert re.search(r"by hand +no$", rows[-1])
     listed = good("data", "list", "--json").json
@@ -469,6 +469,7 @@ RUN = {
         "--seed",
         "--select",
         "--set",
+        "--preset",
         "--state-memory",
         "--together",
         "--workers",
@@ -478,7 +479,8 @@ RUN = {
 }
 COMMANDS = {
     "run": COMMON | SPLIT | RUN,
-    "compare": COMMON | SPLIT | RUN | {"--seeds", "--report"},
+    "compare": COMMON | SPLIT | RUN | {"--seeds", "--report", "--reuse"},
+    "tune": COMMON | SPLIT | RUN | {"--try", "--search", "--seeds", "--out"},
     "resume": COMMON | {"--rounds"},
     "runs": COMMON,
     "methods": COMMON,

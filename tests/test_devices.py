@@ -17,7 +17,7 @@ from pfed.runner import Runner
 from pfed.tasks.classification import Classification
 
 # What these do next depends on values, which meta tensors have not.
-BY_VALUE = {"cd2pfed", "partialfed-adaptive"}
+BY_VALUE = {"cd2pfed", "partialfed-adaptive", "fedpac", "fedproto"}
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ NAMES = [
     "ALL", "BACKBONE", "Batch", "Client", "Cohort", "Comparison", "Dataset", "Each", "Experiment", "Federation", "HEAD",
     "Local", "Method", "NONE", "NORM", "Part", "Reduction", "Result", "RunError", "STATS", "Samples", "Tensors",
     "UserError", "compare", "features", "federate", "federation", "head", "load", "option", "params", "register",
-    "set_head", "snapshot", "step",
+    "set_head", "snapshot", "step", "tune",
 ]  # fmt: skip
 
 

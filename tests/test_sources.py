@@ -157,13 +157,14 @@ def test_digits_are_embedded() -> None:
 
 
 def test_the_catalog_is_consistent() -> None:
-    assert list(SOURCES) == ["digits", "mnist", "fashion-mnist", "cifar10", "usps", "pacs"]
+    assert list(SOURCES) == ["digits", "mnist", "fashion-mnist", "cifar10", "usps", "digits-5s", "pacs"]
     for name, source in SOURCES.items():
         assert source.name == name
         assert source.licence
         assert len(source.classes) == (7 if name == "pacs" else 10)
         assert bool(source.origin) == source.by_hand == source.resizable == (name == "pacs")
-        assert len(source.mean) == len(source.std) == source.shape[0]
+        assert len(source.mean) == len(source.std) == (0 if source.parts else source.shape[0])
+        assert all(part in SOURCES for part in source.parts)
         assert all(form in source.forms for _, form in source.routes)
         for file in (file for form in source.forms if isinstance(form, Form) for file in form.files):
             kind, _, value = file.digest.partition(":")

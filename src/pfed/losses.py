@@ -19,8 +19,13 @@ def kl(a: Tensor, b: Tensor, tau: float = 1.0) -> Tensor:
 
     KL(p || q) = sum p (log p - log q), from log_softmax. Gradients flow into both: detach what is constant.
     """
+    return kl_each(a, b, tau).mean()
+
+
+def kl_each(a: Tensor, b: Tensor, tau: float = 1.0) -> Tensor:
+    """The same for each sample of a batch."""
     p, q = (a / tau).log_softmax(-1), (b / tau).log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).mean()
+    return (p.exp() * (p - q)).sum(-1)
 
 
 def balanced(logits: Tensor, counts: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ class Samples:
 
     def counts(self, classes: int) -> Tensor:
         """How many samples of each class. (classes,)"""
-        return torch.bincount(self.labels, minlength=classes)
+        labels = self.labels
+        return labels.new_zeros(classes).index_add_(0, labels, torch.ones_like(labels))
 
 
 @dataclass(frozen=True, eq=False)

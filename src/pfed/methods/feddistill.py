@@ -11,7 +11,7 @@ from pfed.anatomy import ALL
 from pfed.client import Client, Loss
 from pfed.cohort import Cohort
 from pfed.forward import Batch
-from pfed.losses import kl
+from pfed.losses import kl_each
 from pfed.method import Each, Method, Reduction, step
 from pfed.options import option
 from pfed.registry import register
@@ -93,13 +93,11 @@ class FedDistill(Method):
             own = F.cross_entropy(out, batch.y)
             if mean is None or known is None or not self.lam:
                 return own
-            there = known[batch.y]
-            if not there.any():
-                return own
-            target, found = mean[batch.y[there]], out[there]
-            far = kl(target, found) if self.distance == "kl" else F.mse_loss(found, target)
+            target = mean[batch.y]
+            each = kl_each(target, out) if self.distance == "kl" else ((out - target) ** 2).mean(1)
+            far = (each * known[batch.y]).mean()  # nothing for labels that no other client has
             client.log_mean(distillation=far.detach())
-            return own + self.lam * far * (len(found) / len(out))
+            return own + self.lam * far
 
         return loss
 
