@@ -191,6 +191,15 @@ def find_head(model: nn.Module) -> str | None:
     return linear[-1] if linear else None
 
 
+def linear_head(model: nn.Module, who: str) -> tuple[str, nn.Linear]:
+    """The head's name and module, for somebody who builds on an encoder under a linear head."""
+    name = head_name(model)
+    head = model.get_submodule(name)
+    if not isinstance(head, nn.Linear) or head is model:
+        raise UserError(f"{who} needs an encoder with a linear head. Got {type(head).__name__} as the head.")
+    return name, head
+
+
 def set_head(model: nn.Module, name: str) -> nn.Module:
     """Say which module is the head; returns the model."""
     known = dict(model.named_modules())

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from pfed import anatomy
 from pfed.client import Client
-from pfed.errors import UserError
 from pfed.pool import Spec
 from pfed.shortcuts import SLICE
 from pfed.tensors import Mean, Tensors
@@ -80,10 +79,7 @@ def widened(spec: Spec, width: int) -> nn.Module:
     model = spec.base()
     if not width:
         return model
-    name = anatomy.head_name(model)
-    head = model.get_submodule(name)
-    if not isinstance(head, nn.Linear) or head is model:
-        raise UserError(f"A width needs an encoder with a linear head. Got {type(head).__name__} as the head.")
+    name, head = anatomy.linear_head(model, "A width")
     layer = spec.add("width", lambda: nn.Linear(head.in_features, width))
     last = spec.add("head", lambda: nn.Linear(width, head.out_features, head.bias is not None))
     model.set_submodule(name, nn.Sequential(layer, nn.ReLU(), last))

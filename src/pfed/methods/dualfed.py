@@ -70,10 +70,7 @@ class DualFed(Method):
 
     def build(self, spec: Spec) -> nn.Module:
         base = spec.base()
-        name = anatomy.head_name(base)
-        head = base.get_submodule(name)
-        if not isinstance(head, nn.Linear) or head is base:
-            raise UserError(f"DualFed needs an encoder with a linear head. Got {type(head).__name__} as the head.")
+        name, head = anatomy.linear_head(base, "DualFed")
         base.set_submodule(name, nn.Identity())
         width, shape = head.in_features, (self.projector_depth, self.projector_hidden, self.projector_bn)
         projector = spec.add("projector", lambda: twoheaded.projector(width, *shape))

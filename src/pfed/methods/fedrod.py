@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from pfed import anatomy
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.errors import UserError
 from pfed.forward import Batch, features
 from pfed.losses import balanced
 from pfed.method import Aggregation, Method, step
@@ -42,10 +41,7 @@ class FedRoD(Method):
 
     def build(self, spec: Spec) -> nn.Module:
         base = spec.base()
-        name = anatomy.head_name(base)
-        head = base.get_submodule(name)
-        if not isinstance(head, nn.Linear) or head is base:
-            raise UserError(f"FedRoD needs an encoder with a linear head. Got {type(head).__name__} as the head.")
+        name, head = anatomy.linear_head(base, "FedRoD")
         base.set_submodule(name, nn.Identity())
         personal = spec.add("personal_head", lambda: nn.Linear(head.in_features, head.out_features))
         for parameter in personal.parameters():

@@ -46,10 +46,7 @@ class FixedHead(nn.Module):
 def with_fixed_head(spec: Spec, make: Callable[[int, int], nn.Module], method: str) -> nn.Module:
     """The base model with another head; a parameter `weight` of that neither learns nor travels."""
     model = spec.base()
-    name = anatomy.head_name(model)
-    head = model.get_submodule(name)
-    if not isinstance(head, nn.Linear) or head is model:
-        raise UserError(f"{method} needs an encoder with a linear head. Got {type(head).__name__} as the head.")
+    name, head = anatomy.linear_head(model, method)
     made = spec.add("classifier", lambda: make(head.in_features, head.out_features))
     model.set_submodule(name, made)
     anatomy.set_head(model, name)
