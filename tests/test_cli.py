@@ -480,7 +480,7 @@ RUN = {
 COMMANDS = {
     "run": COMMON | SPLIT | RUN,
     "compare": COMMON | SPLIT | RUN | {"--seeds", "--report", "--reuse"},
-    "tune": COMMON | SPLIT | RUN | {"--try", "--search", "--seeds", "--out"},
+    "tune": COMMON | SPLIT | RUN | {"--try", "--search", "--least", "--seeds", "--out"},
     "resume": COMMON | {"--rounds"},
     "runs": COMMON,
     "methods": COMMON,

@@ -47,6 +47,8 @@ def test_halving_goes_on_with_the_better_third() -> None:
             **{**SMALL, "rounds": trial.rounds},
         ).run()
         assert trial.score == straight.metrics["personal/validation"]
+    later = tune("fedavg", tries, least=2, **{**SMALL, "rounds": 9})
+    assert [trial.rounds for trial in later.trials] == [9, 9, 3, 3, 3]
     first = {t.settings["local.lr"]: t for t in tune("fedavg", tries, search="grid", **{**SMALL, "rounds": 1}).trials}
     better = sorted(first.values(), key=lambda t: -t.score)[:2]
     assert {t.settings["local.lr"] for t in found.trials[:2]} == {t.settings["local.lr"] for t in better}
@@ -113,6 +115,8 @@ def test_the_command_writes_a_preset_that_others_take(tmp_path: Path, capsys: py
             ["fedprox", "--try", "local.rl=1"],
             "There is no option of local 'rl'. Did you mean 'lr'?",
         ),
+        (["fedprox", "--least", "0"], "least must be >= 1. Got 0."),
+        (["fedprox", "--least", "few"], "--least must be a whole number >= 1. Got 'few'."),
         (["fedprox", "--validation", "0"], "There are no validation data to tune on."),
         (["fedprx"], "There is no method 'fedprx'. Did you mean 'fedprox'?"),
     ],

@@ -115,6 +115,7 @@ def _parser() -> Parser:
         help="values to try of local.* or of a method's option [some learning rates, and what the options name]",
     )
     search.add_argument("--search", choices=["halving", "grid"], default="halving", help="how to search [halving]")
+    search.add_argument("--least", metavar="int", default="1", help="rounds that every setting gets at least [1]")
     search.add_argument("--seeds", metavar="N|A,B,…", default="1", help="how many seeds, or which")
     search.add_argument("--out", metavar="FILE.toml", help="put the best settings into a preset file")
     _add_run_options(search)
@@ -302,6 +303,9 @@ def _tune(arguments: argparse.Namespace) -> None:
     values = _settings(arguments, arguments.methods, {})
     seeds = _seeds(arguments.seeds, values.pop("seed", 0))
     hyper = values.pop("hyper")
+    if not arguments.least.isdecimal():
+        raise UserError(f"--least must be a whole number >= 1. Got {arguments.least!r}.")
+    least = int(arguments.least)
 
     from pfed.tuning import tune
 
@@ -309,7 +313,8 @@ def _tune(arguments: argparse.Namespace) -> None:
     for method in arguments.methods:
         own = _under(arguments, method, {**values, "hyper": hyper.get(method, {})})
         tries = _tries(arguments.tries, method) if arguments.tries else None
-        tuning = tune(method, tries, search=arguments.search, seeds=seeds, runs=arguments.runs, **own)
+        how = {"search": arguments.search, "least": least, "seeds": seeds, "runs": arguments.runs}
+        tuning = tune(method, tries, **how, **own)
         if arguments.out:
             tuning.save(Path(arguments.out))
         found.append(tuning)

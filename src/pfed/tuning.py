@@ -83,6 +83,7 @@ def tune(
     tries: Mapping[str, Sequence[Any]] | None = None,
     *,
     search: Literal["grid", "halving"] = "halving",
+    least: int = 1,
     seeds: Sequence[int] = (0,),
     runs: str | Path | None = None,
     **options: Any,
@@ -90,8 +91,9 @@ def tune(
     """Try settings of a method on validation data, which are taken out of the training data.
 
     `tries` has the values to try by name (`local.lr`, or an option of the method); without it they are some learning
-    rates and what the method's own options say. A grid gives all of them all rounds; halving starts with few rounds
-    and goes on with the better third.
+    rates and what the method's own options say. A grid gives all of them all rounds; halving starts with few rounds,
+    at `least` so many, and goes on with the better third. Where few clients take part in a round, give it enough
+    rounds for each to have had its turn.
 
     >>> from pfed import tune
     >>> found = tune("fedper", {"local.lr": [0.01, 0.1]}, clients=4, rounds=2)
@@ -100,6 +102,8 @@ def tune(
     """
     if search not in ("grid", "halving"):
         raise UserError(f"search must be 'grid' or 'halving'. Got {search!r}.")
+    if least < 1:
+        raise UserError(f"least must be >= 1. Got {least}.")
     given = {name: list(values) for name, values in (tries or defaults(method)).items()}
     _check(method, given)
     options = {"validation": CARVED, "eval_every": 0, **options}
@@ -109,7 +113,7 @@ def tune(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(runs or scratch)
         done: list[Trial] = []
-        for rounds in _rungs(whole, len(trials)) if search == "halving" else [whole]:
+        for rounds in _rungs(whole, len(trials), least) if search == "halving" else [whole]:
             for trial in trials:
                 tuner.extend(trial, rounds, folder)
             trials.sort(key=lambda trial: (bool(trial.failed), -trial.score))  # of equals the first
@@ -141,10 +145,15 @@ def _check(method: str, given: Mapping[str, Sequence[Any]]) -> None:
             raise UserError(f"{name} needs at least one value to try.")
 
 
-def _rungs(rounds: int, settings: int) -> list[int]:
-    """The rounds after which the better third is chosen, the last for one setting or a few."""
+def _rungs(rounds: int, settings: int, least: int) -> list[int]:
+    """The rounds after which the better third is chosen, the last for one setting or a few.
+
+    >>> _rungs(50, 9, 1), _rungs(50, 9, 10), _rungs(2, 9, 1)
+    ([6, 17, 50], [17, 50], [1, 2])
+    """
     steps = max(math.ceil(math.log(settings, FACTOR) - 1e-9), 0)
-    return sorted({max(1, round(rounds / FACTOR**step)) for step in range(steps + 1)}) if rounds else [rounds]
+    found = {max(1, round(rounds / FACTOR**step)) for step in range(steps + 1)} if rounds else set()
+    return sorted({rounds, *(rung for rung in found if rung >= least)})
 
 
 @dataclass
