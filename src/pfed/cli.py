@@ -160,7 +160,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], help="any option: of the run, local.*, or METHOD.*"
     )
-    parser.add_argument("--preset", metavar="NAME|FILE.toml", help="settings by name, as tuned/label-skew or original")
+    parser.add_argument("--preset", metavar="NAME|FILE.toml", help="settings by name, as original, or from a file")
     _add_common(parser)
 
 
