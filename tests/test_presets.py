@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pfed import Experiment, UserError, cli, compare, presets
+from pfed.methods.fedprox import FedProx
 from pfed.presets import Preset
 
 FILE = """
@@ -86,6 +87,8 @@ def test_a_comparison_gives_each_method_its_own(file: Path) -> None:
     fedavg, fedprox, tuned = (result.config for result in both.results)
     assert [c["local"]["lr"] for c in (fedavg, fedprox, tuned)] == [0.2, 0.3, 0.3]
     assert (fedprox["hyper"]["mu"], tuned["hyper"]["mu"], tuned["hyper"]["ft_epochs"]) == (0.5, 0.5, 1)
+    given = compare([FedProx(mu=0.9)], preset=file).results[0].config
+    assert (given["clients"], given["local"]["lr"], given["hyper"]["mu"]) == (3, 0.2, 0.9)
     changed = compare(["fedprox"], preset=file, local={"lr": 0.1}, rounds=0).results[0].config
     assert (changed["local"]["lr"], changed["local"]["batch_size"], changed["rounds"]) == (0.1, 7, 0)
 

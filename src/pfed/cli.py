@@ -238,19 +238,10 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    import tomllib
-
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"The file {str(path)!r} can't be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"The file {str(path)!r} is not TOML: {error}.") from error
-
-
 def _run(arguments: argparse.Namespace) -> None:
-    base = _read_toml(Path(arguments.what)) if arguments.what.endswith(".toml") else {"method": arguments.what}
+    from pfed.presets import read_toml
+
+    base = read_toml(Path(arguments.what)) if arguments.what.endswith(".toml") else {"method": arguments.what}
     method = base.get("method", "fedavg")
     if not isinstance(method, str):
         raise UserError(f"method must be the name of a method. Got {method!r}.")

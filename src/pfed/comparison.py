@@ -37,10 +37,13 @@ def compare(
     ['local', 'fedavg']
     """
     common = presets.load(preset) if preset is not None else Preset()
-    planned = [_planned(method, common, hyper or {}, {**options, "seed": seed}) for seed in seeds for method in methods]
-    needed = {need for experiment in planned for need in experiment.method.needs} & {"public", "validation"}
-    if missing := {need: CARVED for need in sorted(needed) if need not in {**common.run, **options}}:
-        return compare(methods, seeds=seeds, hyper=hyper, preset=preset, runs=runs, reuse=reuse, **options, **missing)
+
+    def plan(method: str | Any, seed: int, **more: Any) -> Experiment:
+        return _planned(method, common, hyper or {}, {**more, **options, "seed": seed})
+
+    needed = {need for method in methods for need in plan(method, 0).method.needs} & {"public", "validation"}
+    carved = dict.fromkeys(needed - common.run.keys(), CARVED)
+    planned = [plan(method, seed, **carved) for seed in seeds for method in methods]
     results: list[Result] = []
     before: Experiment | None = None
     while planned:  # so that no more than two are held at a time, with their data and models
@@ -56,9 +59,9 @@ def compare(
 def _planned(
     method: str | Any, common: Preset, hyper: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> Experiment:
-    if not isinstance(method, str):
-        return Experiment(method, **options)
-    base = common.of(method)
-    local, own = options.get("local"), {**base.pop("hyper"), **hyper.get(method, {})}
+    """A method that is not given by name has its options already, and takes those of the run only."""
+    base = common.of(method) if isinstance(method, str) else common.of("")
+    own = {**base["hyper"], **hyper.get(method, {})} if isinstance(method, str) else {}
+    local = options.get("local")
     given = local if isinstance(local, Local) else {**base["local"], **(local or {})}
     return Experiment(method, **{**base, **options, "local": given, "hyper": own})

@@ -45,17 +45,21 @@ def names() -> list[str]:
 def load(name: str | Path) -> Preset:
     """A preset of the package by name, or a file (.toml)."""
     path = Path(name) if str(name).endswith(".toml") else FOLDER / f"{name}.toml"
-    if path.suffix == ".toml" and not path.is_file():
+    if not path.is_file():
         if str(name).endswith(".toml"):
             raise UserError(f"There is no preset file {str(name)!r}.")
         raise unknown("preset", str(name), names())
+    return _checked(read_toml(path), str(name))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file; one that can't be read, or is none, is an error."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"The file {str(path)!r} is not TOML: {error}.") from error
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"The file {str(path)!r} can't be read: {error.strerror}.") from error
-    return _checked(values, str(name))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"The file {str(path)!r} is not TOML: {error}.") from error
 
 
 def _checked(values: dict[str, Any], name: str) -> Preset:
