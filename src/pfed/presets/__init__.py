@@ -16,7 +16,6 @@ from typing import Any
 from pfed.errors import UserError, unknown
 
 FOLDER = Path(__file__).parent
-FT = "+ft"
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,9 @@ class Preset:
 
         NAME+ft has what NAME has, unless it has settings of its own.
         """
-        own = self.methods.get(method, self.methods.get(method.removesuffix(FT), {}))
+        from pfed.registry import SUFFIX
+
+        own = self.methods.get(method, self.methods.get(method.removesuffix(SUFFIX), {}))
         local = {**self.run.get("local", {}), **own.get("local", {})}
         return {**self.run, "local": local, "hyper": dict(own.get("hyper", {}))}
 
