@@ -119,11 +119,15 @@ def test_the_command_writes_a_preset_that_others_take(tmp_path: Path, capsys: py
         (["fedprox", "--least", "few"], "--least must be a whole number >= 1. Got 'few'."),
         (["fedprox", "--validation", "0"], "There are no validation data to tune on."),
         (["fedprx"], "There is no method 'fedprx'. Did you mean 'fedprox'?"),
+        (["fedavg", "fedprx"], "There is no method 'fedprx'. Did you mean 'fedprox'?"),
+        (["fedprox", "fedavg", "--try", "mu=1"], "There is no option to tune of fedavg 'mu'."),
     ],
 )
 def test_mistakes_of_a_search(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", *words, "--clients", "4", "--rounds", "1", "--model", "mlp"]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.out == ""  # nothing was tried
 
 
 def test_a_setting_that_fails_is_the_last() -> None:

@@ -298,14 +298,15 @@ def _tune(arguments: argparse.Namespace) -> None:
         raise UserError(f"--least must be a whole number >= 1. Got {arguments.least!r}.")
     least = int(arguments.least)
 
-    from pfed.tuning import tune
+    from pfed.tuning import defaults, tune
 
+    # A mistake in the last method's shows before the first one takes its hours.
+    tries = {m: _tries(arguments.tries, m) if arguments.tries else defaults(m) for m in arguments.methods}
     found = []
     for method in arguments.methods:
         own = _under(arguments, method, {**values, "hyper": hyper.get(method, {})})
-        tries = _tries(arguments.tries, method) if arguments.tries else None
         how = {"search": arguments.search, "least": least, "seeds": seeds, "runs": arguments.runs}
-        tuning = tune(method, tries, **how, **own)
+        tuning = tune(method, tries[method], **how, **own)
         if arguments.out:
             tuning.save(Path(arguments.out))
         found.append(tuning)
