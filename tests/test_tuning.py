@@ -130,6 +130,27 @@ def test_mistakes_of_a_search(words: list[str], message: str, capsys: pytest.Cap
     assert said.out == ""  # nothing was tried
 
 
+def test_a_wrong_place_for_the_best_shows_before_anything_is_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "tune", lambda *_, **__: pytest.fail("it was tried"))
+    (tmp_path / "bad.toml").write_text("[runs]")
+    for name, message in {"best.txt": "A preset file must end with .toml.", "bad.toml": "There is no table"}.items():
+        assert cli.main(["tune", "fedavg", "--out", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_what_was_found_is_told_even_where_it_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    words = ["tune", "fedavg", "--try", "local.lr=0.05", "--clients", "4", "--rounds", "1", "--train-cap", "40"]
+    assert cli.main([*words, "--out", str(tmp_path / "file" / "best.toml")]) == 2
+    said = capsys.readouterr()
+    assert "0.05" in said.out
+    assert said.err.startswith("pfed: The preset can't be written to")
+
+
 def test_a_setting_that_fails_is_the_last() -> None:
     """At such a rate numbers grow beyond all bounds."""
     found = tune("fedavg", {"local.lr": [1e30, 0.1]}, **SMALL)

@@ -298,20 +298,23 @@ def _tune(arguments: argparse.Namespace) -> None:
         raise UserError(f"--least must be a whole number >= 1. Got {arguments.least!r}.")
     least = int(arguments.least)
 
+    from pfed import presets
     from pfed.tuning import defaults, tune
 
-    # A mistake in the last method's shows before the first one takes its hours.
+    # A mistake in the last method's, or in where to put them, shows before the first one takes its hours.
+    if arguments.out:
+        presets.before(Path(arguments.out))
     tries = {m: _tries(arguments.tries, m) if arguments.tries else defaults(m) for m in arguments.methods}
     found = []
     for method in arguments.methods:
         own = _under(arguments, method, {**values, "hyper": hyper.get(method, {})})
         how = {"search": arguments.search, "least": least, "seeds": seeds, "runs": arguments.runs}
         tuning = tune(method, tries[method], **how, **own)
-        if arguments.out:
-            tuning.save(Path(arguments.out))
         found.append(tuning)
         if not arguments.json:
             print("\n".join([method, tuning.table(), ""]), flush=True)
+        if arguments.out:
+            tuning.save(Path(arguments.out))
     if arguments.json:
         _print_json([tuning.json() for tuning in found])
     elif arguments.out:

@@ -68,7 +68,7 @@ class Tuning:
 
     def save(self, path: Path) -> None:
         """Put the best settings into a preset file, beside those that it has of other methods."""
-        before = presets.load(path) if path.is_file() else Preset()
+        before = presets.before(path)
         own: dict[str, dict[str, Any]] = {"local": {}, "hyper": {}}
         for name, value in self.best.items():
             own["local" if name.startswith("local.") else "hyper"][name.removeprefix("local.")] = value

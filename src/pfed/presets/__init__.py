@@ -77,6 +77,13 @@ def _checked(values: dict[str, Any], name: str) -> Preset:
     return Preset(values.get("about", ""), run, methods)
 
 
+def before(path: Path) -> Preset:
+    """What a file that is to be written has already, an empty preset if there is none; a wrong name is an error."""
+    if path.suffix != ".toml":
+        raise UserError(f"A preset file must end with .toml. Got {str(path)!r}.")
+    return load(path) if path.exists() else Preset()
+
+
 def save(preset: Preset, path: Path) -> None:
     """Write a preset as a TOML file."""
     lines = [f"about = {_text(preset.about)}", "", "[run]"]
@@ -89,8 +96,11 @@ def save(preset: Preset, path: Path) -> None:
             if own.get(table):
                 pairs = ", ".join(f"{key} = {_text(value)}" for key, value in own[table].items())
                 lines.append(f"{table} = {{ {pairs} }}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"The preset can't be written to {str(path)!r}: {error.strerror}.") from error
 
 
 def _key(name: str) -> str:
