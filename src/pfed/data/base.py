@@ -25,6 +25,7 @@ class Samples:
     rows: Tensor  # (n,) int64
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    boxes: Tensor | None = None  # (pool, most, 6): what is to be found in an image, in place of its label
 
     @classmethod
     def of(cls, x: Any, y: Any) -> Samples:
@@ -45,7 +46,7 @@ class Samples:
         return self.y[self.rows]  # (n,)
 
     def take(self, index: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Inputs as float32, and labels, of the given positions in this part."""
+        """Inputs as float32, and labels or boxes, of the given positions in this part."""
         rows = self.rows[index]
         x = self.x[rows]
         if x.dtype == torch.uint8:
@@ -53,15 +54,18 @@ class Samples:
         if self.mean:
             view = (1, -1) + (1,) * (x.dim() - 2)
             x = (x - x.new_tensor(self.mean).view(view)) / x.new_tensor(self.std).view(view)
-        return x, self.y[rows]
+        return x, self.y[rows] if self.boxes is None else self.boxes[rows]
 
     def part(self, index: Tensor | Sequence[int]) -> Samples:
         """The samples at these positions."""
         return replace(self, rows=self.rows[torch.as_tensor(index, dtype=torch.int64)])
 
     def counts(self, classes: int) -> Tensor:
-        """How many samples of each class. (classes,)"""
+        """How many samples, or boxes, of each class. (classes,)"""
         labels = self.labels
+        if self.boxes is not None:
+            labels = self.boxes[self.rows][..., 0].flatten().long()
+            labels = labels[labels >= 0]
         return labels.new_zeros(classes).index_add_(0, labels, torch.ones_like(labels))
 
 
@@ -78,6 +82,8 @@ class Dataset:
     groups: Tensor | None = None  # (pool,) int64: the domain, writer or hospital of each sample
     group_names: tuple[str, ...] = ()
     domains: bool = False  # the groups are domains: partition auto makes each a client
+    boxes: Tensor | None = None  # (pool, most, 6) float32: class, x1, y1, x2, y2, difficult; class -1: no box
+    group_classes: tuple[tuple[str, ...], ...] = ()  # of each group, where they differ: what its boxes' classes mean
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
@@ -90,6 +96,7 @@ class ClientData:
     train: Samples
     test: Samples
     validation: Samples | None = None
+    classes: tuple[str, ...] = ()  # its own, where they are not the federation's
 
 
 @dataclass(frozen=True, eq=False)
