@@ -162,7 +162,7 @@ def test_where_it_is_not_exact_it_says_so(what: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("pfed.shortcuts.LIMIT", 50)
     client = make(lambda: Net(0.5 if what == "dropout" else 0.0))
     if what == "augmentation":
-        client._augment = lambda x, rng: x
+        client._augment = lambda x, y, rng: (x, y)
     model = client.model()
     seen = counted(lambda: client.fit(model, only=HEAD))
     assert seen == EPOCHS * N + {"augmentation": 0, "dropout": 3 * 2, "too many": N + 3 * 2}[what]

@@ -185,7 +185,9 @@ class Client:
             for index, x, y in self._cut(permutation, size):
                 if len(index) == 1 and drop_single:
                     continue
-                yield Batch(x if self._augment is None else self._augment(x, noise), y, index, step, epoch)
+                if self._augment is not None:
+                    x, y = self._augment(x, y, noise)
+                yield Batch(x, y, index, step, epoch)
                 self.samples += len(index)
                 step += 1
                 if step == steps:
@@ -286,7 +288,7 @@ class Client:
         seen = self.n * epochs if epochs is not None else math.inf
         if steps is not None:
             seen = min(seen, steps * self.local.batch_size)
-        if not self.options.exact_shortcuts or not 0 < self.n <= seen:
+        if not self.task.shortcuts or not self.options.exact_shortcuts or not 0 < self.n <= seen:
             return None
         head_only = names <= HEAD.names(model)
         if self._augment is not None:

@@ -95,5 +95,5 @@ def shared_batch(client: Client, number: int) -> Batch:
     x, y = client.data.train.take(index)
     augment = client.task.augment(client.options.augment)
     if augment is not None:
-        x = augment(x, client.common_rng("shared_augmentation", client.round, number))
+        x, y = augment(x, y, client.common_rng("shared_augmentation", client.round, number))
     return Batch(x, y, index, number, epoch)

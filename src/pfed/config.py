@@ -77,7 +77,7 @@ class RunOptions(SplitOptions):
     model: str = option("auto", "a model by name; several, separated by commas, are dealt to the clients in turn")
     pretrained: bool = option(False, "start from ImageNet weights (models torchvision:NAME)")
     head: str | None = option(None, "the module that is the model's head, where structure does not tell")
-    task: Literal["classification"] = option("classification", "what is learned")
+    task: Literal["classification", "detection"] = option("classification", "what is learned")
     rounds: int = option(20, "communication rounds", ge=0)
     fraction: float = option(1.0, "share of the clients that take part in a round", gt=0, le=1)
     seed: int = option(0, "the root of all randomness", ge=0)

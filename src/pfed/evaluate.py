@@ -30,11 +30,13 @@ from pfed.tensors import Mean, Tensors
 from pfed.wire import Payload, State
 
 PROBE, PROBE_TOTAL = 200, 2000  # test samples on which features are compared: of each client, and of all at most
-FULL = ("accuracy", "balanced-accuracy", "macro-f1", "auroc", "ece")
 
 
-def assess(client: Client, models: nn.Module | Mapping[str, nn.Module], names: tuple[str, ...] = FULL) -> Payload:
-    """A client's models on its own test and validation data."""
+def assess(
+    client: Client, models: nn.Module | Mapping[str, nn.Module], names: tuple[str, ...] | None = None
+) -> Payload:
+    """A client's models on its own test and validation data: these scores, or all that the task has."""
+    main, names = client.task.main, names or client.task.names
     named = {"personal": models} if isinstance(models, nn.Module) else models
     out: Payload = {}
     splits = {"local-test": client.data.test, "validation": client.data.validation}
@@ -42,9 +44,9 @@ def assess(client: Client, models: nn.Module | Mapping[str, nn.Module], names: t
         if samples is None or len(samples) == 0:
             continue
         for model, predictions in _predictions(client, named, samples).items():
-            for name, value in client.task.scores(predictions, samples, names).items():
+            for name, value in client.task.scores(predictions, samples, names, client.data.classes).items():
                 if value is not None:
-                    out[f"{model}/{data}" if name == "accuracy" else f"{model}/{data}/{name}"] = value
+                    out[f"{model}/{data}" if name == main else f"{model}/{data}/{name}"] = value
             out[f"correct:{model}/{data}"] = client.task.correct(predictions, samples)
     return out
 
@@ -75,8 +77,10 @@ def _judged(client: Client, method: Method, download: Payload) -> dict[str, nn.M
     return {"personal": models} if isinstance(models, nn.Module) else dict(models)
 
 
-def _evaluate(client: Client, method: Method, download: Payload, names: tuple[str, ...]) -> Payload:
+def _evaluate(client: Client, method: Method, download: Payload, final: bool) -> Payload:
+    """All scores at the end, the main one before it."""
     stored = client.state.get("post_local") if client.options.eval_point == "post_local" else None
+    names = None if final else (client.task.main,)
     return dict(stored) if stored else assess(client, _judged(client, method, download), names)
 
 
@@ -134,8 +138,8 @@ def _represent(client: Client, method: Method, download: Payload) -> Payload:
 
 # What an engine runs beside a method's steps: it reads a client and changes nothing.
 READERS: dict[str, Callable[[Client, Method, Payload], Payload]] = {
-    "@accuracy": lambda client, method, download: _evaluate(client, method, download, ("accuracy",)),
-    "@scores": lambda client, method, download: _evaluate(client, method, download, FULL),
+    "@accuracy": lambda client, method, download: _evaluate(client, method, download, final=False),
+    "@scores": lambda client, method, download: _evaluate(client, method, download, final=True),
     "@new-test": lambda client, method, download: _predict(client, method, download, "new-test"),
     "@external": lambda client, method, download: _predict(client, method, download, "external"),
     "@weights": _weights,

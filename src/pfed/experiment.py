@@ -20,7 +20,7 @@ import pfed
 from pfed import anatomy, options, pool, registry, store
 from pfed.client import step_fractions
 from pfed.config import Local, RunOptions
-from pfed.data.base import Dataset, Federation, Samples
+from pfed.data.base import Dataset, Federation, Samples, class_counts
 from pfed.errors import RunError, UserError, unknown
 from pfed.method import Method
 from pfed.pool import Pool, Spec
@@ -29,6 +29,7 @@ from pfed.result import Result
 from pfed.session import Session
 from pfed.store import Store
 
+BOX_SIZE = 256  # pixels of images with boxes of a user's own, unless asked otherwise
 ModelLike = str | nn.Module | Callable[[], nn.Module]
 
 
@@ -100,6 +101,7 @@ class Experiment:
     def adopt(self, federation: Federation) -> None:
         """Take what another experiment with the same data, options and seed has divided already."""
         _check_needs(self.method, federation)
+        _check_task(self.options.task, federation)
         self.method.check(self.options, federation)
         self._federation = federation
 
@@ -203,24 +205,36 @@ class Experiment:
         """The models: one template for each architecture, initial values of their own where there are several."""
         federation = self.federation()
         makers = _makers(self._model, self.options, federation)
-        args = (len(federation.classes), federation.shape, self.options.seed)
-        templates = [self.method.build(Spec(make, *args)) for make in makers]
-        pool.mark(templates, self.options.bn, federation.shape)
+        clients = range(len(federation.clients))
+        kinds = [(c % len(makers), len(federation.clients[c].classes or federation.classes)) for c in clients]
+        found = list(dict.fromkeys(kinds))
+        templates = [self._template(makers[maker], classes) for maker, classes in found]
+        for template in templates:
+            anatomy.marks(template).shape = federation.shape
         self.method.check_models(templates)
+        pool.mark(templates, self.options.bn, federation.shape)
         if self.options.channels_last:
             pool.channels_last(templates)
-        if len(makers) == 1:
+        if len(found) == 1:
             return Pool(templates)
-        clients = range(len(federation.clients))
+        architecture = {c: found.index(kind) for c, kind in enumerate(kinds)}
+        if len(makers) == 1:  # one architecture whose heads differ in size: what is alike starts alike
+            pool.align(templates)
+            return Pool(templates, architecture)
         initial = {
-            c: anatomy.snapshot(self.method.build(Spec(makers[c % len(makers)], *args, own=str(c)))) for c in clients
+            c: anatomy.snapshot(self._template(makers[maker], classes, own=str(c)))
+            for c, (maker, classes) in enumerate(kinds)
         }
-        return Pool(templates, {c: c % len(makers) for c in clients}, initial)
+        return Pool(templates, architecture, initial)
+
+    def _template(self, make: Callable[[int], nn.Module], classes: int, own: str = "") -> nn.Module:
+        shape, seed = self.federation().shape, self.options.seed
+        return self.method.build(Spec(lambda: make(classes), classes, shape, seed, own=own))
 
     def _describe(self, opened: Store) -> None:
-        federation, classes = self.federation(), len(self.federation().classes)
+        federation = self.federation()
         rows = [
-            (i, client.name, len(client.train), len(client.test), client.train.counts(classes).tolist())
+            (i, client.name, len(client.train), len(client.test), class_counts(federation, client))
             for i, client in enumerate(federation.clients)
         ]
         opened.record.add_clients(rows)
@@ -264,6 +278,10 @@ def _method(method: str | Method | type[Method], hyper: Mapping[str, Any]) -> Me
 def _check(method: Method, opts: RunOptions) -> None:
     if opts.task not in method.tasks:
         raise UserError(f"{method.label} does not do {opts.task}; it does {', '.join(sorted(method.tasks))}.")
+    if opts.task == "detection":
+        for name in ("new_test", "external", "representation"):
+            if getattr(opts, name) not in ("none", None, False):
+                raise UserError(f"run.{name} is for classification. Got it with run.task 'detection'.")
     if opts.select == "validation" and not opts.validation and opts.data != "own data":
         raise UserError("run.select 'validation' needs validation data. Set run.validation, for example to 0.1.")
     if opts.local.nesterov and not opts.local.momentum:
@@ -286,6 +304,13 @@ def _check_needs(method: Method, federation: Federation) -> None:
     for need, there in has.items():
         if need in method.needs and not there:
             raise UserError(f"{method.label} needs {need} data. Set run.{need}, for example to 0.1.")
+
+
+def _check_task(task: str, federation: Federation) -> None:
+    boxes = federation.clients[0].train.boxes is not None
+    if boxes != (task == "detection"):
+        has, other = ("boxes", "detection") if boxes else ("labels", "classification")
+        raise UserError(f"The data have {has}, which is for run.task {other!r}. Got {task!r}.")
 
 
 def _federation(data: Any, opts: RunOptions) -> Federation:
@@ -318,7 +343,10 @@ def _federation(data: Any, opts: RunOptions) -> Federation:
 
 def _open(path: str, opts: RunOptions) -> Dataset | Federation:
     from pfed.data.user import open_user
+    from pfed.data.user_boxes import open_boxes
 
+    if opts.task == "detection":
+        return open_boxes(path, opts.image_size or BOX_SIZE)
     return open_user(
         path,
         label=opts.label_column,
@@ -331,7 +359,8 @@ def _open(path: str, opts: RunOptions) -> Dataset | Federation:
 
 def _makers(
     model: ModelLike | Sequence[ModelLike], opts: RunOptions, federation: Federation
-) -> list[Callable[[], nn.Module]]:
+) -> list[Callable[[int], nn.Module]]:
+    """What makes a model for so many classes, for each model that was asked for."""
     from pfed import models
 
     given: Sequence[ModelLike] = [model] if isinstance(model, (str, nn.Module)) or callable(model) else model
@@ -339,12 +368,11 @@ def _makers(
     for item in given:
         parts += [name.strip() for name in item.split(",")] if isinstance(item, str) else [item]
 
-    def maker(item: ModelLike) -> Callable[[], nn.Module]:
-        def make() -> nn.Module:
+    def maker(item: ModelLike) -> Callable[[int], nn.Module]:
+        def make(classes: int) -> nn.Module:
             if isinstance(item, str):
-                name = models.default(federation.shape) if item == "auto" else item
-                shape, classes = federation.shape, len(federation.classes)
-                made = models.build(name, classes=classes, shape=shape, pretrained=opts.pretrained)
+                name = models.default(federation.shape, opts.task) if item == "auto" else item
+                made = models.build(name, classes=classes, shape=federation.shape, pretrained=opts.pretrained)
             else:
                 made = copy.deepcopy(item) if isinstance(item, nn.Module) else item()
             return anatomy.set_head(made, opts.head) if opts.head else made

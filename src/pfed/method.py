@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pfed.pool import Spec
 
 Aggregation = Literal["samples", "uniform"]
+ANY_TASK = frozenset({"classification", "detection"})
 F = TypeVar("F", bound=Callable[..., Any])
 V = TypeVar("V")
 
@@ -100,7 +101,7 @@ class Method:
     name = ""  # set by @register
     same_architecture = True  # every client's model must be of one kind
     needs: frozenset[str] = frozenset()  # of: public, validation, pooled, replies (individual ones, not only means)
-    tasks: frozenset[str] = frozenset({"classification"})
+    tasks: frozenset[str] = frozenset({"classification"})  # ANY_TASK where it takes any loss
     sends_all = False  # the whole model travels, so what a client keeps of it is no secret
     fixed_rounds = False  # what it does depends on how many rounds there are in all
     own_rates = False  # it has learning rates in place of the run's
@@ -125,7 +126,10 @@ class Method:
 
     def check_models(self, models: Sequence[nn.Module]) -> None:
         """Refuse, with a UserError, architectures that do not go together."""
-        shapes = {tuple((name, tuple(t.shape)) for name, t in model.state_dict().items()) for model in models}
+        shapes = {
+            tuple((n, tuple(t.shape)) for n, t in model.state_dict().items() if n not in anatomy.marks(model).local)
+            for model in models
+        }
         if self.same_architecture and len(shapes) > 1:
             raise UserError(
                 f"{self.label} needs the same architecture at every client. Got {len(shapes)} different ones."

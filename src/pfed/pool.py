@@ -147,6 +147,17 @@ def mark(templates: Sequence[nn.Module], bn: str, shape: tuple[int, ...] = ()) -
         marks.local = marks.local | policy[bn].names(template) | own
 
 
+def align(templates: Sequence[nn.Module]) -> None:
+    """Give all templates the first one's values wherever names and shapes are the same."""
+    first = templates[0].state_dict()
+    for template in templates[1:]:
+        live = template.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, tensor in live.items():
+                if name in first and first[name].shape == tensor.shape:
+                    tensor.copy_(first[name])
+
+
 def channels_last(templates: Sequence[nn.Module]) -> None:
     """Let convolutions run with the channels of a pixel side by side, where the rest of a model's code allows it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from pfed.record import Record
 from pfed.tables import bytes_text, percent, table
 
 MAIN = "personal/local-test"
+SCORES = {"classification": "accuracy", "detection": "AP50"}  # what the main metric is, by task
+DOMAINS = 11  # at most so many clients have a column each
 
 
 class Result:
@@ -43,6 +46,11 @@ class Result:
         """Read a run's folder."""
         with contextlib.closing(Record(folder / "record.sqlite", readonly=True)) as record:
             return cls(record, folder.name)
+
+    @property
+    def score(self) -> str:
+        """What the main metric is called."""
+        return SCORES[self.config.get("task", "classification")]
 
     def _summary(self) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
         sizes = {row["client"]: row["test"] for row in self.clients}
@@ -179,14 +187,28 @@ class Comparison:
         differing = [key for key, value in own.items() if any(other.get(key) != value for other in others)]
         return " ".join([result.method, *(f"{key}={own[key]}" for key in differing)])
 
+    def domains(self) -> list[str]:
+        """The clients, where they are few and have names of their own."""
+        named = {tuple(row["name"] for row in result.clients) for result in self.results}
+        if len(named) != 1:
+            return []
+        (names,) = named
+        numbered = any(re.fullmatch(r"client[- ]?\d+", name) for name in names)
+        return [] if numbered or len(names) > DOMAINS else list(names)
+
     def rows(self) -> list[dict[str, Any]]:
         """One row per method: mean and spread over seeds of what the table shows."""
+        names = self.domains()
         groups: dict[str, list[Result]] = {}
         for result in self.results:
             groups.setdefault(self.label(result), []).append(result)
 
         def over_seeds(group: Sequence[Result], metric: str) -> tuple[float, float] | None:
             values = [result.metrics[metric] for result in group if metric in result.metrics]
+            return metrics.over_seeds(values) if values else None
+
+        def over_clients(group: Sequence[Result], client: int) -> tuple[float, float] | None:
+            values = [result.values[client] for result in group if client in result.values]
             return metrics.over_seeds(values) if values else None
 
         rows = []
@@ -200,6 +222,7 @@ class Comparison:
                     "worst": over_seeds(group, f"{MAIN}/worst-decile"),
                     "new": over_seeds(group, "ensemble/new-test"),
                     "external": over_seeds(group, "ensemble/external"),
+                    "domains": {name: over_clients(group, i) for i, name in enumerate(names)},
                     "gain": metrics.over_seeds(gains) if gains else None,
                     "bytes": sum(r.bytes_up + r.bytes_down for r in group) / sum(len(r.clients) for r in group),
                     "seconds": sum(r.seconds for r in group) / len(group),
@@ -226,15 +249,18 @@ class Comparison:
         return lines
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """The table's header and rows as texts: accuracy in percent (± over seeds), gain, bytes per client, time."""
-        rows = self.rows()
-        titles = {"mean": "accuracy %", "worst": "worst decile", "new": "new test", "external": "external"}
-        shown = [key for key in titles if key in ("mean", "worst") or any(row[key] for row in rows)]
-        header = ["method", *(titles[key] for key in shown), "gain over Local", "per client", "time"]
+        """The table's header and rows as texts: scores in percent (± over seeds), gain, bytes per client, time."""
+        rows, names = self.rows(), self.domains()
+        score = self.results[0].score if self.results else SCORES["classification"]
+        titles = {"mean": f"{score} %", "worst": "worst decile", "new": "new test", "external": "external"}
+        always = {"mean"} if names else {"mean", "worst"}  # of few clients each has a column, and none is a decile
+        shown = [k for k in titles if k in always or (k != "worst" and any(row[k] for row in rows))]
+        header = ["method", *(titles[key] for key in shown), *names, "gain over Local", "per client", "time"]
         body = [
             [
                 row["method"],
                 *(spread(row[key]) for key in shown),
+                *(spread(row["domains"][name]) for name in names),
                 spread(row["gain"], sign=True),
                 bytes_text(row["bytes"]),
                 f"{row['seconds']:.1f} s",

@@ -49,29 +49,33 @@ class Runner:
         if self.device.type == "cpu":
             return data
         validation = None if data.validation is None else self._here(data.validation)
-        return ClientData(data.name, self._here(data.train), self._here(data.test), validation)
+        return replace(data, train=self._here(data.train), test=self._here(data.test), validation=validation)
 
     def _here(self, samples: Samples) -> Samples:
         """The samples on the device; a pool that many clients share is moved once."""
         if self.device.type == "cpu":
             return samples
-        for tensor in (samples.x, samples.y):
-            if id(tensor) not in self._moved:
-                self._moved[id(tensor)] = tensor.to(self.device)
-        x, y = self._moved[id(samples.x)], self._moved[id(samples.y)]
-        return replace(samples, x=x, y=y, rows=samples.rows.to(self.device))
+        boxes = None if samples.boxes is None else self._once(samples.boxes)
+        x, y = self._once(samples.x), self._once(samples.y)
+        return replace(samples, x=x, y=y, boxes=boxes, rows=samples.rows.to(self.device))
+
+    def _once(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._moved:
+            self._moved[id(tensor)] = tensor.to(self.device)
+        return self._moved[id(tensor)]
 
     @functools.cached_property
     def _pooled(self) -> ClientData:
         return pooled(self.federation)
 
     def client(self, id: int, round: int, state: State) -> Client:
+        data = self._data(id)
         return Client(
             id=id,
             round=round,
             state=state,
-            data=self._data(id),
-            classes=len(self.federation.classes),
+            data=data,
+            classes=len(data.classes or self.federation.classes),
             options=self.options,
             pool=self.pool,
             task=self.task,

@@ -26,27 +26,28 @@ def read_archive(path: Path, image_size: int | None = None, mode: str | None = N
     `offsets` (n+1) where each starts and the last ends; `labels` (n,), positions in `class_names` if that is there;
     perhaps `domains` (n,), positions in `domain_names`; and perhaps `split` (n,), 1 for test data.
     """
-    arrays = _load(path)
-    images = _images(path, arrays)
+    arrays = load_arrays(path, "labels")
+    images = packed_images(path, arrays)
     n = len(images)
-    labels = _numbers(path, arrays, "labels", n, names="class_names")
+    labels = numbers_of(path, arrays, "labels", n, names="class_names")
     named, domains = "class_names" in arrays, "domains" in arrays
     return Pool(
         x=read_images(images, image_size, mode),
         labels=(arrays["class_names"].reshape(-1)[labels] if named else labels).astype(np.str_),
-        test=_numbers(path, arrays, "split", n) == 1 if "split" in arrays else np.zeros(n, np.bool_),
-        owner=_numbers(path, arrays, "domains", n, names="domain_names") if domains else np.zeros(n, np.int64),
+        test=numbers_of(path, arrays, "split", n) == 1 if "split" in arrays else np.zeros(n, np.bool_),
+        owner=numbers_of(path, arrays, "domains", n, names="domain_names") if domains else np.zeros(n, np.int64),
         clients=tuple(map(str, arrays["domain_names"].reshape(-1))) if domains else (),
     )
 
 
-def _load(path: Path) -> Arrays:
+def load_arrays(path: Path, *needs: str) -> Arrays:
+    """All arrays of a file; those that it needs, and images in one of the two forms, must be among them."""
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as opened:
             arrays = {name: opened[name] for name in opened.files}
     except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path} is damaged or no .npz file of plain arrays.") from error
-    needed = {"labels", *(["images"] if "images" in arrays else ["jpeg", "offsets"])}
+    needed = {*needs, *(["images"] if "images" in arrays else ["jpeg", "offsets"])}
     if "domains" in arrays:
         needed.add("domain_names")
     missing = sorted(needed - arrays.keys())
@@ -55,7 +56,8 @@ def _load(path: Path) -> Arrays:
     return arrays
 
 
-def _images(path: Path, arrays: Arrays) -> list[Packed]:
+def packed_images(path: Path, arrays: Arrays) -> list[Packed]:
+    """The images of an archive, still to be read."""
     contents = _pixels(path, arrays["images"]) if "images" in arrays else _files(path, arrays)
     images = [Packed(f"Image {index} of {path}", content) for index, content in enumerate(contents)]
     if not images:
@@ -76,13 +78,13 @@ def _files(path: Path, arrays: Arrays) -> Sequence[bytes | NDArray[np.uint8]]:
     content = arrays["jpeg"]
     if content.dtype != np.uint8 or content.ndim != 1:
         raise UserError(f"The jpeg of {path} must be bytes in a row. Got {content.dtype} of shape {content.shape}.")
-    offsets = _numbers(path, arrays, "offsets", arrays["offsets"].size).tolist()
+    offsets = numbers_of(path, arrays, "offsets", arrays["offsets"].size).tolist()
     if [offsets[:1], offsets[-1:]] != [[0], [len(content)]] or offsets != sorted(offsets):
         raise UserError(f"The offsets of {path} must rise from 0 to {len(content)}, the number of bytes in jpeg.")
     return [content[start:end].tobytes() for start, end in itertools.pairwise(offsets)]
 
 
-def _numbers(path: Path, arrays: Arrays, key: str, n: int, names: str = "") -> NDArray[np.int64]:
+def numbers_of(path: Path, arrays: Arrays, key: str, n: int, names: str = "") -> NDArray[np.int64]:
     """A whole number for each image: below the number of names, where these are in the archive."""
     array = arrays[key]
     if array.shape != (n,) or array.dtype.kind not in "iu":

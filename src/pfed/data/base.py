@@ -116,6 +116,14 @@ class Federation:
         return self.clients[0].train.shape
 
 
+def class_counts(federation: Federation, client: ClientData) -> list[int]:
+    """A client's training samples, or boxes, of each class of the federation."""
+    if not client.classes:
+        return [int(count) for count in client.train.counts(len(federation.classes))]
+    own = dict(zip(client.classes, client.train.counts(len(client.classes)).tolist(), strict=True))
+    return [own.get(name, 0) for name in federation.classes]
+
+
 def pooled(federation: Federation) -> ClientData:
     """All clients' data as one client's, what several of them hold only once: for central training in a simulation."""
     return ClientData(
@@ -133,11 +141,12 @@ def _distinct(samples: Samples) -> Samples:
 def union(parts: Sequence[Samples]) -> Samples:
     """Several parts as one; a copy only where they do not share a pool."""
     first = parts[0]
-    if all(part.x is first.x and part.y is first.y for part in parts):
+    if all(part.x is first.x and part.y is first.y and part.boxes is first.boxes for part in parts):
         return replace(first, rows=torch.cat([part.rows for part in parts]))
     x = torch.cat([part.x[part.rows] for part in parts])
     y = torch.cat([part.labels for part in parts])
-    return replace(first, x=x, y=y, rows=torch.arange(len(y)))
+    boxes = None if first.boxes is None else torch.cat([part.boxes[part.rows] for part in parts])  # type: ignore[index]
+    return replace(first, x=x, y=y, boxes=boxes, rows=torch.arange(len(y)))
 
 
 def skew(counts: Counts) -> tuple[float, float]:

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pfed.data import formats
+from pfed.data import formats, scenes, uodb
 from pfed.data.archives import read_archive
+from pfed.data.base import Dataset
+from pfed.data.box_archives import read_boxes_archive
+from pfed.data.boxes import to_dataset
 from pfed.data.fetch import File, Official, Package, Route, locate
 from pfed.data.folders import read_folder
 from pfed.data.pool import Pool
@@ -65,6 +68,38 @@ class Folders:
         return read_folder(folder, image_size, mode, among=self.domains)
 
 
+@dataclass(frozen=True)
+class BoxArchives:
+    """An .npz file of images with boxes for each domain, the first so many of them for training."""
+
+    domains: tuple[tuple[str, str, int], ...]  # name, file, training images
+
+    def __str__(self) -> str:
+        return f"the files {', '.join(file for _, file, _ in self.domains)}"
+
+    def lies_in(self, folder: Path) -> bool:
+        return all((folder / file).is_file() for _, file, _ in self.domains)
+
+    def dataset(self, name: str, folder: Path, size: int) -> Dataset:
+        return to_dataset(
+            name, [read_boxes_archive(folder / file, size, n, domain) for domain, file, n in self.domains]
+        )
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The folders of UODB: all domains that are there."""
+
+    def __str__(self) -> str:
+        return f"folders of UODB ({', '.join(uodb.DOMAINS)})"
+
+    def lies_in(self, folder: Path) -> bool:
+        return bool(uodb.present(folder))
+
+    def dataset(self, name: str, folder: Path, size: int) -> Dataset:
+        return uodb.uodb(folder, size, uodb.present(folder))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """A data set that can be had by name."""
@@ -80,11 +115,14 @@ class Source:
     licence: str
     domains: tuple[str, ...] = ()  # by which the samples are grouped
     size: int = 0  # bytes to download
-    forms: tuple[Form | Archive | Folders, ...] = ()  # none: the data come with an installed package
+    forms: tuple[
+        Form | Archive | Folders | BoxArchives | Benchmark, ...
+    ] = ()  # none: the data come with an installed package
     routes: tuple[tuple[Route, Form], ...] = ()  # tried in this order; none: only from the user's own folder
     origin: str = ""  # where a user gets what cannot be fetched
     folders: tuple[str, ...] = ()  # where torchvision and the original archives put the files
     parts: tuple[str, ...] = ()  # other data sets that it is made of
+    boxes: bool = False  # images with boxes, for detection
     cached: bool = False  # told by `pfed.data.sources.sources`
 
     @property
@@ -98,11 +136,15 @@ class Source:
 
     @property
     def resizable(self) -> bool:
-        """It is read from image files, in any size."""
-        return not all(isinstance(form, Form) for form in self.forms)
+        """It is read from image files, or made, in any size."""
+        return self.boxes or not all(isinstance(form, Form) for form in self.forms)
 
 
 _DIGITS = tuple("0123456789")
+_FASHION = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
 _IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 _CIFAR = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 
@@ -256,10 +298,7 @@ SOURCES = {
             name="fashion-mnist",
             title="Fashion-MNIST",
             shape=(1, 28, 28),
-            classes=(
-                *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
-                *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-            ),
+            classes=_FASHION,
             train=60000,
             test=10000,
             mean=(0.2860,),
@@ -315,6 +354,51 @@ SOURCES = {
             std=(),
             licence="those of MNIST, USPS and scikit-learn's digits and photographs",
             parts=("mnist", "usps", "digits"),
+        ),
+        Source(
+            name="composite",
+            title="Fashion items in scenes of four styles, with boxes",
+            shape=(3, 128, 128),
+            classes=_FASHION,
+            domains=scenes.STYLES,
+            train=800,
+            test=400,
+            mean=(),
+            std=(),
+            licence="those of Fashion-MNIST and scikit-learn's photographs",
+            parts=("fashion-mnist",),
+            boxes=True,
+        ),
+        Source(
+            name="voc-clipart",
+            title="VOC 2012 and Clipart1k, with boxes",
+            shape=(3, 256, 256),
+            classes=uodb.VOC_CLASSES,
+            domains=("voc", "clipart"),
+            train=2000,
+            test=1000,
+            mean=(),
+            std=(),
+            licence="none stated; cite Everingham et al. (2012) and Inoue et al. (2018)",
+            forms=(BoxArchives((("voc", "voc2012_2000_256px.npz", 1500), ("clipart", "clipart1k_256px.npz", 500))),),
+            origin="their project pages (as reduced .npz files; for the original files see uodb)",
+            boxes=True,
+        ),
+        Source(
+            name="uodb",
+            title="Universal object detection benchmark, with boxes",
+            shape=(3, 512, 512),
+            classes=(),
+            domains=uodb.DOMAINS,
+            train=0,
+            test=0,
+            mean=(),
+            std=(),
+            licence="those of its eleven data sets",
+            forms=(Benchmark(),),
+            origin=uodb.ORIGIN,
+            folders=(".",),
+            boxes=True,
         ),
         Source(
             name="pacs",

@@ -12,7 +12,7 @@ from torch import Tensor
 from pfed import streams
 from pfed.config import SplitOptions
 from pfed.data import partition, shift
-from pfed.data.base import ClientData, Dataset, Federation, Samples, skew
+from pfed.data.base import ClientData, Dataset, Federation, Samples, class_counts, skew
 from pfed.data.partition import Parts, Rows
 from pfed.errors import UserError
 from pfed.options import validate
@@ -43,6 +43,12 @@ def federate(dataset: Dataset, options: SplitOptions, seed: int) -> Federation:
     """
     validate(options, "run")
     kind = partition_of(options, dataset.domains)
+    if dataset.group_classes and kind not in ("domain", "natural"):
+        raise UserError(
+            f"The groups of {dataset.name} have classes of their own: only partition domain fits. Got {kind}."
+        )
+    if dataset.boxes is not None and kind in ("concept", "feature"):
+        raise UserError(f"Partition {kind} is for labelled images, and {dataset.name} has boxes.")
     y = _labels(dataset)
     strata = y if dataset.groups is None else dataset.groups.numpy() * len(dataset.classes) + y
     train, test = _split(dataset, strata, options.test_fraction, seed)
@@ -57,14 +63,17 @@ def federate(dataset: Dataset, options: SplitOptions, seed: int) -> Federation:
         tests = [whole] * len(own)
 
     def samples(rows: Rows) -> Samples:
-        return Samples(*pool, torch.from_numpy(rows), dataset.mean, dataset.std)
+        return Samples(*pool, torch.from_numpy(rows), dataset.mean, dataset.std, dataset.boxes)
 
     clients = []
     for k, rows in enumerate(own):
         generator = streams.rng(seed, "partition", "validation", _owner(kind, k))
         rest, held_out = _carve(rows, y, options.validation, generator)
         validation = samples(held_out) if options.validation else None
-        clients.append(ClientData(_name(dataset, parts, k), samples(rest), samples(tests[k]), validation))
+        own_classes = () if dataset.boxes is None else dataset.classes
+        if dataset.group_classes:
+            own_classes = dataset.group_classes[parts.groups[k]]
+        clients.append(ClientData(_name(dataset, parts, k), samples(rest), samples(tests[k]), validation, own_classes))
     common = replace(samples(public), x=dataset.x, y=dataset.y)  # a shift is its owners' alone
     return Federation(
         clients=tuple(clients),
@@ -234,8 +243,7 @@ def _notes(dataset: Dataset, tests: list[Rows], options: SplitOptions) -> tuple[
 
 def describe(federation: Federation) -> dict[str, Any]:
     """Sizes, class counts and the measured skew of a federation, as plain numbers."""
-    classes = len(federation.classes)
-    counts = [client.train.counts(classes).tolist() for client in federation.clients]
+    counts = [class_counts(federation, client) for client in federation.clients]
     label_skew, quantity_skew = skew(counts)
     return {
         "source": federation.source,

@@ -132,7 +132,7 @@ def read_images(paths: Sequence[Path | Packed], image_size: int | None = None, m
     """
     if image_size is not None and image_size < 1:
         raise UserError(f"image_size must be >= 1. Got {image_size}.")
-    mode = mode or ("L" if _open(paths[0]).mode in ("1", "L", "LA") else "RGB")
+    mode = mode or ("L" if open_image(paths[0]).mode in ("1", "L", "LA") else "RGB")
     first = _pixels(paths[0], mode, image_size)
     height, width, channels = first.shape
     pixels = np.empty((len(paths), channels, height, width), np.uint8)
@@ -148,14 +148,15 @@ def read_images(paths: Sequence[Path | Packed], image_size: int | None = None, m
 
 
 def _pixels(path: Path | Packed, mode: str, image_size: int | None) -> NDArray[np.uint8]:  # (h, w, c)
-    image = _open(path).convert(mode)
+    image = open_image(path).convert(mode)
     if image_size is not None:
         image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
     array = np.asarray(image, np.uint8)
     return array[:, :, None] if array.ndim == 2 else array
 
 
-def _open(path: Path | Packed) -> Image.Image:
+def open_image(path: Path | Packed) -> Image.Image:
+    """An image file, read in full; one that is none, or that has other pixels than whole numbers, is an error."""
     try:
         with _image(path) as image:
             image.load()

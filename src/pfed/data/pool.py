@@ -97,8 +97,8 @@ def to_federation(pool: Pool, classes: Classes, test_fraction: float, seed: int,
             rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, index])))
             test[rows] = stratified(y[rows].numpy(), test_fraction, rng)
             divided += 1
-        parts = (everything.part(torch.from_numpy(rows[mask])) for mask in (~test[rows], test[rows]))
-        clients.append(ClientData(name, *parts))
+        train, held_out = (everything.part(torch.from_numpy(rows[mask])) for mask in (~test[rows], test[rows]))
+        clients.append(ClientData(name, train, held_out))
     notes = (*pool.notes, *_notes(clients, divided, test_fraction, seed))
     union = everything.part(torch.from_numpy(np.flatnonzero(test)))
     return Federation(tuple(clients), names, test=union, source=source, notes=notes)

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from pfed.data.base import Dataset
-from pfed.data.catalog import SOURCES, Archive, Folders, Form, Source
+from pfed.data.catalog import SOURCES, Archive, Benchmark, BoxArchives, Folders, Form, Source
 from pfed.data.fetch import FetchError, cache_folder, fetch_any, locked, read
 from pfed.data.formats import Split
 from pfed.data.pool import Pool, to_dataset
+from pfed.data.scenes import composite
 from pfed.data.styles import digits_5s
 from pfed.errors import UserError, unknown
 
@@ -32,7 +33,7 @@ class Place:
     """A folder that holds all files of one form of a data set."""
 
     folder: Path
-    form: Form | Archive | Folders
+    form: Form | Archive | Folders | BoxArchives | Benchmark
     remedy: str  # what to do when one of its files is bad
 
 
@@ -110,11 +111,19 @@ def check(name: str) -> list[str]:
 
 def _read(source: Source, folder: Path | None = None, image_size: int | None = None) -> Dataset:
     if source.parts:
-        return digits_5s(_scikit_learn_folder().parent / "images", *(_read(find(part)) for part in source.parts))
+        return _made(source, image_size)
     if not source.forms:
         return _from_split(source, _digits())
     place = _complete(source, folder, "put the original file there") if folder is not None else _anywhere(source)
     return _dataset(source, place, image_size)
+
+
+def _made(source: Source, image_size: int | None) -> Dataset:
+    """A data set that is made of others."""
+    photos, parts = _scikit_learn_folder().parent / "images", [_read(find(part)) for part in source.parts]
+    if source.boxes:
+        return composite(parts[0], photos, side=image_size or source.shape[1])
+    return digits_5s(photos, *parts)
 
 
 def _anywhere(source: Source) -> Place:
@@ -125,6 +134,8 @@ def _dataset(source: Source, place: Place, image_size: int | None = None) -> Dat
     if isinstance(place.form, Form):
         return _from_split(source, place.form.parse(*(read(place.folder, f, place.remedy) for f in place.form.files)))
     size = source.shape[1] if image_size is None else image_size
+    if isinstance(place.form, (BoxArchives, Benchmark)):
+        return place.form.dataset(source.name, place.folder, size)
     mode = "RGB" if source.shape[0] == 3 else "L"
     return _from_pool(source, place.form.read(place.folder, size, mode), place)
 

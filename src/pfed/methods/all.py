@@ -6,7 +6,10 @@ from torch import nn
 
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.method import Method, step
+from pfed.config import RunOptions
+from pfed.data.base import Federation
+from pfed.errors import UserError
+from pfed.method import ANY_TASK, Method, step
 from pfed.registry import register
 from pfed.solvers import joint
 from pfed.tensors import Tensors
@@ -29,6 +32,13 @@ class All(Method):
 
     needs = frozenset({"pooled"})
     keep_optimizer = True
+    tasks = ANY_TASK
+
+    def check(self, options: RunOptions, federation: Federation) -> None:
+        lists = {client.classes: client for client in federation.clients}
+        if len(lists) > 1:
+            found = " and ".join(f"{len(classes)} of {client.name}" for classes, client in lists.items())
+            raise UserError(f"all needs the same classes at every client. Got {found}.")
 
     def round(self, server: State, cohort: Cohort) -> None:
         server["params"] = cohort.pooled().mean(self.update, "params", **self.download(server))

@@ -9,7 +9,7 @@ from pfed import anatomy, streams
 from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.forward import Batch
-from pfed.method import Aggregation, Method, step
+from pfed.method import ANY_TASK, Aggregation, Method, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.tensors import Tensors
@@ -37,6 +37,7 @@ class APFL(Method):
     adaptive: bool = option(True, "learn alpha")
     alpha_lr: float = option(0.0, "step of alpha (0: the run's local.lr)", ge=0)
     agg: Aggregation = "uniform"
+    tasks = ANY_TASK
 
     def round(self, server: State, cohort: Cohort) -> None:
         server["params"] = cohort.mean(self.update, "params", **self.download(server))

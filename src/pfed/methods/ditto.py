@@ -9,7 +9,7 @@ from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.forward import Batch
 from pfed.losses import sqdist
-from pfed.method import Aggregation, Method, step
+from pfed.method import ANY_TASK, Aggregation, Method, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.solvers import joint
@@ -32,6 +32,7 @@ class Ditto(Method):
 
     lam: float = option(1.0, "pull of the personal model towards the global one", ge=0, tries=(0.1, 0.3, 1.0))
     agg: Aggregation = "samples"
+    tasks = ANY_TASK
 
     def round(self, server: State, cohort: Cohort) -> None:
         server["params"] = cohort.mean(self.update, "params", **self.download(server))

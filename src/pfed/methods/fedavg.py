@@ -6,7 +6,7 @@ from torch import nn
 
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.method import Aggregation, Method, step
+from pfed.method import ANY_TASK, Aggregation, Method, step
 from pfed.registry import register
 from pfed.solvers import joint
 from pfed.tensors import Tensors
@@ -27,6 +27,7 @@ class FedAvg(Method):
     """
 
     agg: Aggregation = "samples"
+    tasks = ANY_TASK
 
     def round(self, server: State, cohort: Cohort) -> None:
         server["params"] = cohort.mean(self.update, "params", **self.download(server))

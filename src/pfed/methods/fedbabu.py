@@ -9,7 +9,7 @@ from pfed import anatomy
 from pfed.anatomy import ALL, BACKBONE, HEAD, params, snapshot
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.method import Aggregation, Method, step
+from pfed.method import ANY_TASK, Aggregation, Method, step
 from pfed.options import option
 from pfed.pool import Spec
 from pfed.registry import register
@@ -34,6 +34,7 @@ class FedBABU(Method):
     ft_epochs: int = option(10, "epochs of tuning after the last round", ge=0)
     ft_scope: Literal["all", "head", "body"] = option("all", "what is tuned")
     agg: Aggregation = "samples"
+    tasks = ANY_TASK
 
     def build(self, spec: Spec) -> nn.Module:
         model = spec.base()

@@ -8,7 +8,7 @@ from torch import nn
 from pfed.anatomy import NORM, has_batchnorm, params
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.method import Aggregation, Method, step
+from pfed.method import ANY_TASK, Aggregation, Method, step
 from pfed.registry import register
 from pfed.solvers import joint
 from pfed.tensors import Tensors
@@ -29,6 +29,7 @@ class FedBN(Method):
     """
 
     agg: Aggregation = "uniform"
+    tasks = ANY_TASK
 
     def init(self, model: nn.Module) -> State:
         if not has_batchnorm(model):

@@ -8,7 +8,7 @@ from pfed import anatomy, groups
 from pfed.anatomy import Part
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.method import Aggregation, Method, Reduction, step
+from pfed.method import ANY_TASK, Aggregation, Method, Reduction, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.solvers import joint
@@ -32,6 +32,7 @@ class FedPer(Method):
     private: int = option(1, "private blocks, counted from the head", ge=0)
     agg: Aggregation = "samples"
     reduces_to = (Reduction({"private": 0}, "fedavg"),)
+    tasks = ANY_TASK
 
     def base(self, model: nn.Module) -> Part:
         blocks = list(groups.blocks(model).values())

@@ -8,7 +8,7 @@ from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.forward import Batch
 from pfed.losses import sqdist
-from pfed.method import Aggregation, Method, Reduction, step
+from pfed.method import ANY_TASK, Aggregation, Method, Reduction, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.solvers import joint
@@ -32,6 +32,7 @@ class FedProx(Method):
     mu: float = option(0.1, "weight of the proximal term", ge=0, tries=(0.01, 0.1, 1.0))
     agg: Aggregation = "samples"
     reduces_to = (Reduction({"mu": 0.0}, "fedavg"),)
+    tasks = ANY_TASK
 
     def round(self, server: State, cohort: Cohort) -> None:
         server["params"] = cohort.mean(self.update, "params", **self.download(server))

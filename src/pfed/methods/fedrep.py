@@ -7,7 +7,7 @@ from torch import nn
 from pfed.anatomy import BACKBONE, HEAD, params
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.method import Aggregation, Method, step
+from pfed.method import ANY_TASK, Aggregation, Method, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.tensors import Tensors
@@ -32,6 +32,7 @@ class FedRep(Method):
     head_epochs: int = option(10, "epochs on the head", ge=0, tries=(1, 5, 10))
     body_epochs: int = option(1, "epochs on the body", ge=0)
     agg: Aggregation = "uniform"
+    tasks = ANY_TASK
 
     def init(self, model: nn.Module) -> State:
         return {"body": params(model, BACKBONE)}

@@ -8,7 +8,7 @@ from torch import nn
 from pfed.anatomy import ALL
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.method import Aggregation, Method, Reduction, step
+from pfed.method import ANY_TASK, Aggregation, Method, Reduction, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.tensors import Tensors
@@ -36,6 +36,7 @@ class L2GD(Method):
     keep_optimizer = True
     sends_all = True
     reduces_to = (Reduction({"p": 0.0}, "local"),)
+    tasks = ANY_TASK
 
     @property
     def participation(self) -> Literal["sampled", "all"]:

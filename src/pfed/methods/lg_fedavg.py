@@ -9,7 +9,7 @@ from pfed import anatomy, groups
 from pfed.anatomy import Part
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.method import Aggregation, Method, Reduction, step
+from pfed.method import ANY_TASK, Aggregation, Method, Reduction, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.solvers import joint
@@ -38,6 +38,7 @@ class LGFedAvg(Method):
         Reduction({"shared": 1000}, "fedavg", {"agg": "uniform"}),
         Reduction({"shared": 0}, "local"),
     )
+    tasks = ANY_TASK
 
     def top(self, model: nn.Module) -> Part:
         layers = list(groups.layers(model, joint_bn=True).values())

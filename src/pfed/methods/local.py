@@ -8,7 +8,7 @@ from torch import nn
 from pfed.anatomy import ALL
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.method import Method, step
+from pfed.method import ANY_TASK, Method, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.wire import State
@@ -31,6 +31,7 @@ class Local(Method):
     matched_participation: bool = option(False, "train only in rounds in which the client is sampled")
     same_architecture = False
     keep_optimizer = True
+    tasks = ANY_TASK
 
     @property
     def participation(self) -> Literal["sampled", "all"]:

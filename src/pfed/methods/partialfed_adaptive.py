@@ -12,7 +12,7 @@ from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.composite import Pair, mix
 from pfed.errors import UserError
-from pfed.method import Aggregation, Method, Reduction, step
+from pfed.method import ANY_TASK, Aggregation, Method, Reduction, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.tensors import Tensors
@@ -64,6 +64,7 @@ class PartialFedAdaptive(Method):
     fixed_rounds = True
     sends_all = True
     reduces_to = (Reduction({"initial_gap": -200.0, "f_s": 0, "finetune_epochs": 0}, "local"),)
+    tasks = ANY_TASK
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ from pfed import loading
 from pfed.anatomy import ALL, Part, params, snapshot
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.method import Aggregation, Each, Method, Reduction, step
+from pfed.method import ANY_TASK, Aggregation, Each, Method, Reduction, step
 from pfed.options import option
 from pfed.pool import Spec
 from pfed.registry import register
@@ -54,6 +54,7 @@ class PartialFedFix(Method):
         Reduction({"strategy": "wo_bn_stats", "finetune_epochs": 0}, "silobn"),
         Reduction({"strategy": "full", "finetune_epochs": 2}, "fedavg+ft", {"ft_epochs": 2, "ft_scope": "all"}),
     )
+    tasks = ANY_TASK
 
     def loads(self, model: nn.Module) -> Part:
         """The groups with A[i] = 1."""

@@ -12,7 +12,7 @@ from pfed import anatomy, streams
 from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.forward import Batch, quiet
-from pfed.method import Aggregation, Method, step
+from pfed.method import ANY_TASK, Aggregation, Method, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.sgd import SGD
@@ -43,6 +43,7 @@ class PerFedAvg(Method):
     delta: float = option(0.001, "distance of the two gradients that make a Hessian product", gt=0)
     adapt: Literal["epoch", "step"] = option("epoch", "how long a client adapts before it is judged")
     agg: Aggregation = "uniform"
+    tasks = ANY_TASK
 
     def round(self, server: State, cohort: Cohort) -> None:
         server["params"] = cohort.mean(self.update, "params", **self.download(server))

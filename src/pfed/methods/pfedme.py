@@ -9,7 +9,7 @@ from pfed import anatomy, streams
 from pfed.anatomy import STATS, params
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.method import Aggregation, Method, step
+from pfed.method import ANY_TASK, Aggregation, Method, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.tensors import Tensors
@@ -40,6 +40,7 @@ class PFedMe(Method):
     beta: float = option(1.0, "step of the server", ge=0)
     agg: Aggregation = "uniform"
     own_rates = True
+    tasks = ANY_TASK
 
     def init(self, model: nn.Module) -> State:
         return {"params": params(model, ~STATS), "statistics": params(model, STATS)}

@@ -8,7 +8,7 @@ from pfed import anatomy
 from pfed.client import Client
 from pfed.cohort import Cohort
 from pfed.forward import Batch
-from pfed.method import Method, step
+from pfed.method import ANY_TASK, Method, step
 from pfed.options import option
 from pfed.registry import register
 from pfed.sgd import SGD
@@ -35,6 +35,7 @@ class Scaffold(Method):
     eta_g: float = option(1.0, "step of the server", gt=0)
     plain_sgd: bool = option(True, "leave out the run's momentum and weight decay")
     agg = "uniform"  # the variates are right for the simple mean only
+    tasks = ANY_TASK
 
     def init(self, model: nn.Module) -> State:
         variates = anatomy.params(model).only(name for name, _ in model.named_parameters())

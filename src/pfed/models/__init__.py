@@ -55,17 +55,23 @@ def build(name: str, *, classes: int, shape: tuple[int, ...], pretrained: bool =
     library, _, inner = name.partition(":")
     if library == "timm" and inner:
         return zoo.from_timm(inner, classes, shape)
+    if library in ("fcos", "fasterrcnn") and inner:
+        from pfed.models.detectors import build_detector
+
+        return build_detector(name, classes, shape)
     if library == "torchvision" and inner:
         return zoo.from_torchvision(inner, classes, shape, pretrained)
-    raise unknown("model", name, [*names(), "timm:NAME", "torchvision:NAME"])
+    raise unknown("model", name, [*names(), "timm:NAME", "torchvision:NAME", "fcos:BACKBONE", "fasterrcnn:BACKBONE"])
 
 
-def default(shape: tuple[int, ...]) -> str:
+def default(shape: tuple[int, ...], task: str = "classification") -> str:
     """A sensible model for inputs of this shape.
 
     >>> default((1, 28, 28)), default((64,))
     ('cnn', 'mlp')
     """
+    if task == "detection":
+        return "fcos:seresnet18-small"
     if len(shape) != 3:
         return "mlp"
     side = min(shape[1:])

@@ -53,16 +53,16 @@ def _rounded(path: re.Match[str]) -> str:
     return path[1] + re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", path[2])
 
 
-def curves(rows: Sequence[Row], across: str, methods: Sequence[str]) -> Html:
-    """Mean accuracy across "round" or "bytes"; the band goes from the worst to the best run of a method."""
+def curves(rows: Sequence[Row], across: str, methods: Sequence[str], score: str = "accuracy") -> Html:
+    """The mean score across "round" or "bytes"; the band goes from the worst to the best run of a method."""
     rows = rows if across == "round" else _to_the_edge(rows)
     base = chart(rows)
-    x, y = _across(across), alt.Y("mean:Q").title("accuracy %").scale(zero=False).axis(tickCount=5)
+    x, y = _across(across), alt.Y("mean:Q").title(f"{score} %").scale(zero=False).axis(tickCount=5)
     color = _color(rows, methods)
     few = max(Counter(row["method"] for row in rows).values()) <= NAMED
     line = base.mark_line(point={"size": 16} if few else False).encode(x=x, y=y, color=color)
     band = base.mark_area(opacity=0.18).encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=color)
-    label = f"Mean accuracy by {'round' if across == 'round' else 'bytes sent per client'} and method"
+    label = f"Mean {score} by {'round' if across == 'round' else 'bytes sent per client'} and method"
     return svg((band + line).properties(width=WIDTH, height=HEIGHT), label)
 
 

@@ -65,31 +65,39 @@ def _group(group: Sequence[Result], methods: Sequence[str]) -> list[Html]:
     if measured:
         comparison = Comparison(measured)
         rows = comparison.rows()
-        parts += [tag("p", _verdict(rows)), table(*comparison.cells()), tag("p", _meaning(measured), class_="soft")]
+        parts += [
+            tag("p", _verdict(rows, measured[0].score)),
+            table(*comparison.cells()),
+            tag("p", _meaning(measured), class_="soft"),
+        ]
         parts += [tag("p", sentence) for sentence in _mixed(measured)]
         parts += [tag("h3", "Does federating help?"), *_gains(comparison)]
-        parts += [tag("h3", "Accuracy over rounds and bytes"), _curves(measured, methods)]
+        parts += [tag("h3", f"{_title(measured[0].score)} over rounds and bytes"), _curves(measured, methods)]
     if any(result.rounds for result in group):
         parts += [tag("h3", "What is sent"), _traffic(group, methods)]
     return [*parts, tag("h3", "The clients' data"), *_clients(group)]
 
 
-def _verdict(rows: Sequence[dict[str, Any]]) -> str:
+def _title(score: str) -> str:
+    return score[:1].upper() + score[1:]
+
+
+def _verdict(rows: Sequence[dict[str, Any]], score: str) -> str:
     best = max(rows, key=lambda row: row["mean"][0])
     name = "training alone (local)" if best["method"] == "local" else best["method"]
     gain = f", {spread(best['gain'], sign=True)} points over training alone" if best["gain"] else ""
     if len(rows) == 1:
-        return f"The mean accuracy of {name} is {spread(best['mean'])} %{gain}."
-    return f"Of {len(rows)} methods {name} has the highest mean accuracy, {spread(best['mean'])} %{gain}."
+        return f"The mean {score} of {name} is {spread(best['mean'])} %{gain}."
+    return f"Of {len(rows)} methods {name} has the highest mean {score}, {spread(best['mean'])} %{gain}."
 
 
 def _meaning(measured: Sequence[Result]) -> str:
     rules = list(dict.fromkeys(str(result.config.get("select", "last")) for result in measured))
     flattering = ", chosen on the test data, which flatters" if any(rule.startswith("best") for rule in rules) else ""
     return (
-        "Accuracy is that of each client's own model on its own test data, the mean over clients; ± is the standard "
-        "deviation over seeds. Worst decile: the tenth of the clients that does worst. Per client: bytes up and down "
-        f"in the whole run. Reported round: {', '.join(rules)}{flattering}."
+        f"{_title(measured[0].score)} is that of each client's own model on its own test data, the mean over clients; "
+        "± is the standard deviation over seeds. Worst decile: the tenth of the clients that does worst. Per client: "
+        f"bytes up and down in the whole run. Reported round: {', '.join(rules)}{flattering}."
     )
 
 
@@ -113,7 +121,8 @@ def _gains(comparison: Comparison) -> list[Html]:
         return [tag("p", unknown, tag("code", f"pfed compare local {' '.join(others)} …"))]
     values = [gain for by_client in gains.values() for gain in by_client.values()]
     span = (min(0.0, *values), max(0.0, *values))
-    note = "Accuracy minus that of training alone, in points of percent, for each client. One scale for all methods."
+    score = _title(comparison.results[0].score)
+    note = f"{score} minus that of training alone, in points of percent, for each client. One scale for all methods."
     drawn = [figure(charts.gains(method, by_client, span), _helped(by_client)) for method, by_client in gains.items()]
     return [tag("p", note, class_="soft"), tag("div", *drawn, class_="charts")]
 
@@ -126,10 +135,15 @@ def _helped(gains: dict[str, float]) -> str:
 
 def _curves(measured: Sequence[Result], methods: Sequence[str]) -> Html:
     rows = numbers.curves(measured)
-    drawn = [figure(charts.curves(rows, "round", methods), "Mean over clients and seeds; the band spans the seeds.")]
+    drawn = [
+        figure(
+            charts.curves(rows, "round", methods, measured[0].score),
+            "Mean over clients and seeds; the band spans the seeds.",
+        )
+    ]
     if any(row["bytes"] for row in rows):
         caption = "The same by what each client has sent and received. A method that sends nothing is a level line."
-        drawn.append(figure(charts.curves(rows, "bytes", methods), caption))
+        drawn.append(figure(charts.curves(rows, "bytes", methods, measured[0].score), caption))
     return tag("div", *drawn, class_="charts")
 
 

@@ -19,6 +19,10 @@ from pfed.tasks import Augment
 class Classification:
     """One label per sample."""
 
+    main = "accuracy"
+    names: tuple[str, ...] = metrics.SCORES
+    shortcuts = True
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch), batch.y)
 
@@ -31,14 +35,17 @@ class Classification:
             ]
         return torch.cat(parts)
 
-    def scores(self, predictions: Tensor, samples: Samples, names: Sequence[str]) -> Mapping[str, float | None]:
+    def scores(
+        self, predictions: Tensor, samples: Samples, names: Sequence[str], classes: Sequence[str] = ()
+    ) -> Mapping[str, float | None]:
         return metrics.scores(predictions, samples.labels, names)
 
     def correct(self, predictions: Tensor, samples: Samples) -> Tensor:
         return (predictions.argmax(1) == samples.labels).to(torch.uint8)
 
     def augment(self, rule: str) -> Augment | None:
-        return {"none": None, "flip": flip, "crop-flip": crop_flip}[rule]
+        change = {"none": None, "flip": flip, "crop-flip": crop_flip}[rule]
+        return None if change is None else lambda x, y, rng: (change(x, rng), y)
 
 
 def flip(x: Tensor, rng: np.random.Generator) -> Tensor:

@@ -1,0 +1,186 @@
+"""Object detection in the same core: engines, resume, privacy and bytes as in classification, and AP50 by domain."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from box_helpers import DOG, voc
+from helpers import run
+from test_contract import assert_same, states
+
+from pfed import Experiment, Federation, UserError, cli, compare, registry
+from pfed.anatomy import SE, marks
+from pfed.config import SplitOptions
+from pfed.data import sources
+from pfed.data.boxes import Scenes, to_dataset
+from pfed.data.federate import federate
+from pfed.data.scenes import composite
+from pfed.method import ANY_TASK
+
+pytest.importorskip("torchmetrics", reason="pip install 'pfed[detection]'")
+
+MODEL = "fcos:seresnet18-small"
+LOCAL = {"lr": 0.01, "batch_size": 2}
+QUICK = ["fedavg", "partialfed-adaptive"]
+OTHERS = [name for name, cls in registry.methods().items() if cls.tasks == ANY_TASK and name not in (*QUICK, "all")]
+every = pytest.mark.parametrize("method", [*QUICK, *(pytest.param(m, marks=pytest.mark.slow) for m in OTHERS)])
+
+
+@pytest.fixture(scope="module")
+def scenes() -> Federation:
+    """Two clients with four scenes each, of five and of three classes."""
+    photos = sources._scikit_learn_folder().parent / "images"
+    made = composite(sources.load("digits"), photos, train=4, test=2, side=64, styles=("sketch", "inverted"))
+    assert made.boxes is not None
+    assert made.groups is not None
+    domains = []
+    for group, classes in enumerate((5, 3)):
+        here = made.groups == group
+        boxes = made.boxes[here].clone()
+        boxes[boxes[..., 0] >= classes] = torch.tensor([-1.0, 0, 0, 0, 0, 0])
+        names = made.group_classes[group][:classes]
+        test = torch.isin(torch.where(here)[0], made.test)  # type: ignore[arg-type]
+        domains.append(Scenes(made.group_names[group], made.x[here], boxes, names, test))
+    return federate(to_dataset("scenes", domains), SplitOptions(), 0)
+
+
+def short(method: str, data: Federation, **changes: Any) -> Experiment:
+    return Experiment(method, data, MODEL, **{"task": "detection", "rounds": 2, "local": LOCAL, **changes})
+
+
+def run_states(experiment: Experiment, runs: Path | None = None) -> dict[Any, Any]:
+    experiment.run(runs)
+    assert experiment.session is not None
+    return states(experiment.session)
+
+
+@every
+def test_engines_agree(method: str, scenes: Federation) -> None:
+    found = [
+        run_states(short(method, scenes, rounds=1, engine=engine, workers=workers))
+        for engine, workers in (("serial", None), ("debug", None), ("processes", 2))
+    ]
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+@every
+def test_more_rounds_are_as_if_they_had_been_planned(method: str, scenes: Federation, tmp_path: Path) -> None:
+    if registry.make(method, {}).fixed_rounds:
+        pytest.skip("what it does depends on the number of rounds")
+    one = short(method, scenes, rounds=1)
+    one.run(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    longer = short(method, scenes)
+    longer.resume(folder)
+    assert longer.session is not None
+    assert_same(states(longer.session), run_states(short(method, scenes)))
+
+
+@every
+def test_class_heads_stay_at_their_clients(method: str, scenes: Federation) -> None:
+    """Their shapes differ between domains; everything else that travels has the same shape everywhere."""
+    done = run(method, scenes, MODEL, task="detection", rounds=1, local=LOCAL)
+    own = marks(short(method, scenes)._pool().template(0)).local
+    assert any("cls_logits" in name for name in own)
+    for message in done.messages:
+        assert not message.names & own
+    up = sum(
+        message.up[key].nbytes for message in done.messages for key in message.up if hasattr(message.up[key], "nbytes")
+    )
+    assert done.result.bytes_up == up
+
+
+def test_models_start_alike_but_for_their_class_heads(scenes: Federation) -> None:
+    pool = short("fedavg", scenes)._pool()
+    one, two = (pool.take(client).state_dict() for client in range(2))
+    differing = {name for name in one if one[name].shape != two[name].shape or not torch.equal(one[name], two[name])}
+    assert differing
+    assert all("cls_logits" in name for name in differing)
+
+
+def test_scores_are_average_precision(scenes: Federation) -> None:
+    result = short("fedavg", scenes, rounds=1, eval_every=0).run()
+    main = {
+        name.removeprefix("personal/local-test") for name in result.metrics if name.startswith("personal/local-test")
+    }
+    assert {"", "/ap", "/ap50-voc07"} <= main
+    assert any(name.startswith("/ap50/") for name in main)
+    header, _ = compare(["fedavg"], data=scenes, model=MODEL, task="detection", rounds=0).cells()
+    assert header[:4] == ["method", "AP50 %", "sketch", "inverted"]
+    assert "worst decile" not in header
+
+
+def test_it_learns(scenes: Federation) -> None:
+    """The loss of the last round is well below that of the first."""
+    data = dataclasses.replace(scenes, clients=scenes.clients[:1])
+    experiment = short("local", data, rounds=1, local={"lr": 0.02, "batch_size": 4})
+    experiment.run()
+    assert experiment.session is not None
+    client = experiment.session._runner.client(0, 1, {})
+    before = client.fit(client.model(), epochs=1).loss
+    model = client.model()
+    client.fit(model, epochs=15, stream="long")
+    assert client.fit(model, epochs=1, stream="after").loss < 0.7 * before
+
+
+@pytest.mark.parametrize("strategy", ["wo_se_bn", "wo_fb"])
+def test_partialfed_loads_what_its_strategy_says(strategy: str, scenes: Federation) -> None:
+    done = run(
+        "partialfed-fix",
+        scenes,
+        MODEL,
+        task="detection",
+        rounds=2,
+        local=LOCAL,
+        hyper={"strategy": strategy, "finetune_epochs": 0, "skip_unused": True},
+    )
+    sent = {name for message in done.messages if message.round == 2 for name in message.names}
+    squeeze = SE.names(short("local", scenes)._pool().template(0))
+    first = {name for name in squeeze if ".0.se." in name}
+    assert squeeze
+    assert not sent & (squeeze if strategy == "wo_se_bn" else first)
+    assert strategy == "wo_se_bn" or sent & (squeeze - first)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("fedproto", {}, r"fedproto does not do detection; it does classification\."),
+        (
+            "fedavg",
+            {"new_test": "mean_prob"},
+            r"run\.new_test is for classification\. Got it with run\.task 'detection'",
+        ),
+        (
+            "fedavg",
+            {"task": "classification"},
+            r"The data have boxes, which is for run\.task 'detection'\. Got 'classif",
+        ),
+        ("fedavg", {"augment": "crop-flip"}, "crop-flip"),
+        ("all", {}, r"all needs the same classes at every client\. Got 5 of sketch and 3 of inverted\."),
+    ],
+)
+def test_what_does_not_fit_is_said(method: str, changes: dict[str, Any], message: str, scenes: Federation) -> None:
+    with pytest.raises(UserError, match=message):
+        short(method, scenes, **changes).run()
+
+
+def test_labels_are_no_boxes(tiny: Federation) -> None:
+    with pytest.raises(UserError, match=r"The data have labels, which is for run\.task 'classification'"):
+        Experiment("fedavg", tiny, MODEL, task="detection").run()
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = {f"{i}": [DOG] for i in range(4)}
+    for k in range(2):
+        voc(tmp_path / "data" / f"hospital-{k}", images, train=["0", "1", "2"], test=["3"])
+    words = ["run", "fedbn", "--task", "detection", "--data", str(tmp_path / "data"), "--image-size", "64"]
+    assert cli.main([*words, "--rounds", "1", "--local.batch-size", "2", "--runs", str(tmp_path / "runs")]) == 0
+    header, _, row, *_ = capsys.readouterr().out.splitlines()
+    assert header.split()[:5] == ["method", "AP50", "%", "hospital-0", "hospital-1"]
+    assert row.split()[0] == "fedbn"
