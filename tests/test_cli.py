@@ -394,7 +394,7 @@ def test_data_list_get_check_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     header, _, *rows = good("data", "list").out.splitlines()
     assert header.split() == ["name", "what", "samples", "classes", "download", "here"]
     here = {row.split()[0]: row.split()[-1] for row in rows}
-    others = ("mnist", "fashion-mnist", "cifar10", "usps", "digits-5s", "pacs")
+    others = ("mnist", "fashion-mnist", "cifar10", "usps", "digits-5s", "composite", "voc-clipart", "uodb", "pacs")
     assert here == {"digits": "yes", **dict.fromkeys(others, "no")}
     assert re.search(r"by hand +no$", rows[-1])
     listed = good("data", "list", "--json").json

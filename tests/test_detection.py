@@ -6,13 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from box_helpers import DOG, voc
 from helpers import run
 from test_contract import assert_same, states
+from torch import nn
 
-from pfed import Experiment, Federation, UserError, cli, compare, registry
+from pfed import Experiment, Federation, UserError, cli, compare, pictures, registry, report
 from pfed.anatomy import SE, marks
 from pfed.config import SplitOptions
 from pfed.data import sources
@@ -20,8 +22,6 @@ from pfed.data.boxes import Scenes, to_dataset
 from pfed.data.federate import federate
 from pfed.data.scenes import composite
 from pfed.method import ANY_TASK
-
-pytest.importorskip("torchmetrics", reason="pip install 'pfed[detection]'")
 
 MODEL = "fcos:seresnet18-small"
 LOCAL = {"lr": 0.01, "batch_size": 2}
@@ -184,3 +184,31 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     header, _, row, *_ = capsys.readouterr().out.splitlines()
     assert header.split()[:5] == ["method", "AP50", "%", "hospital-0", "hospital-1"]
     assert row.split()[0] == "fedbn"
+
+
+def test_pictures_show_what_is_there_and_what_is_found(scenes: Federation, tmp_path: Path) -> None:
+    class Says(nn.Module):
+        """One box, always the same."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = torch.full((len(x), 2, 6), -1.0)
+            out[:, 0] = torch.tensor([8.0, 8, 24, 24, 0.9, 1])
+            return out
+
+    drawn = np.asarray(pictures.draw(Says(), scenes.clients[0]))
+    assert drawn.shape == (256, 2 * 256 + 4, 3)
+    assert (drawn[4 * 8 : 4 * 24, 4 * 8] == pictures.FOUND).all()  # the left edge, four times enlarged
+    _, boxes = scenes.clients[0].test.take()
+    _, x1, y1, _, y2, _ = (int(4 * value) for value in boxes[0, 0])
+    middle = drawn[(y1 + y2) // 2, x1]
+    assert (middle == pictures.TRUE).all() or (middle == pictures.FOUND).all()
+
+
+def test_a_run_leaves_pictures_and_the_report_shows_them(scenes: Federation, tmp_path: Path) -> None:
+    result = short("local", scenes, rounds=1).run(tmp_path)
+    assert result.folder is not None
+    assert [name for name, _ in pictures.files(result.folder)] == ["sketch", "inverted"]
+    page = report.write([result], tmp_path / "page.html").read_text()
+    assert page.count("data:image/png;base64") == 2
+    assert "AP50 over rounds and bytes" in page
+    assert "local, sketch: green what is there" in page

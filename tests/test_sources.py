@@ -157,13 +157,16 @@ def test_digits_are_embedded() -> None:
 
 
 def test_the_catalog_is_consistent() -> None:
-    assert list(SOURCES) == ["digits", "mnist", "fashion-mnist", "cifar10", "usps", "digits-5s", "pacs"]
+    labelled = ["digits", "mnist", "fashion-mnist", "cifar10", "usps", "digits-5s", "pacs"]
+    assert [name for name, source in SOURCES.items() if not source.boxes] == labelled
+    assert [name for name, source in SOURCES.items() if source.boxes] == ["composite", "voc-clipart", "uodb"]
     for name, source in SOURCES.items():
         assert source.name == name
         assert source.licence
-        assert len(source.classes) == (7 if name == "pacs" else 10)
-        assert bool(source.origin) == source.by_hand == source.resizable == (name == "pacs")
-        assert len(source.mean) == len(source.std) == (0 if source.parts else source.shape[0])
+        assert len(source.classes) == {"pacs": 7, "composite": 9, "voc-clipart": 20, "uodb": 0}.get(name, 10)
+        assert bool(source.origin) == source.by_hand == (name in ("pacs", "voc-clipart", "uodb"))
+        assert source.resizable == (name == "pacs" or source.boxes)
+        assert len(source.mean) == len(source.std) == (0 if source.parts or source.boxes else source.shape[0])
         assert all(part in SOURCES for part in source.parts)
         assert all(form in source.forms for _, form in source.routes)
         for file in (file for form in source.forms if isinstance(form, Form) for file in form.files):

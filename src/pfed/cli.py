@@ -442,11 +442,13 @@ def _data(arguments: argparse.Namespace) -> int | None:
 
 def _show(arguments: argparse.Namespace) -> None:
     from pfed.data import show
+    from pfed.data.catalog import SOURCES
     from pfed.data.federate import describe
     from pfed.experiment import Experiment
 
     values = _settings(arguments, [], {})
-    federation = Experiment("local", arguments.name, **{**values, "hyper": {}}).federation()
+    task = "detection" if arguments.name in SOURCES and SOURCES[arguments.name].boxes else "classification"
+    federation = Experiment("local", arguments.name, **{**values, "hyper": {}, "task": task}).federation()
     if arguments.json:
         _print_json(describe(federation))
     else:

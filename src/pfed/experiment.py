@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import pfed
-from pfed import anatomy, options, pool, registry, store
+from pfed import anatomy, options, pictures, pool, registry, store, tasks
 from pfed.client import step_fractions
 from pfed.config import Local, RunOptions
 from pfed.data.base import Dataset, Federation, Samples, class_counts
@@ -180,7 +180,7 @@ class Experiment:
         with _one_thread():
             self.session = session = Session(self.method, self.options, self.federation(), models, opened)
             if record.get("state") == "complete" and session.done.round == session.last:
-                return Result(record, opened.run)
+                return Result(record, opened.run, opened.folder)
             record.set(state="running")
             try:
                 with Progress(self.method.label, self.options.rounds) as progress:
@@ -198,8 +198,11 @@ class Experiment:
                     record.event(session.done.round + 1, "failed", text)
                     record.set(state="failed")
                 raise
+            if self.options.task == "detection" and opened.folder is not None:
+                drawn = {c.name: pictures.draw(session.personal(i), c) for i, c in enumerate(self.federation().clients)}
+                pictures.save(drawn, opened.folder)
             record.set(state="complete")
-            return Result(record, opened.run)
+            return Result(record, opened.run, opened.folder)
 
     def _pool(self) -> Pool:
         """The models: one template for each architecture, initial values of their own where there are several."""
@@ -278,6 +281,7 @@ def _method(method: str | Method | type[Method], hyper: Mapping[str, Any]) -> Me
 def _check(method: Method, opts: RunOptions) -> None:
     if opts.task not in method.tasks:
         raise UserError(f"{method.label} does not do {opts.task}; it does {', '.join(sorted(method.tasks))}.")
+    tasks.task(opts.task).augment(opts.augment)
     if opts.task == "detection":
         for name in ("new_test", "external", "representation"):
             if getattr(opts, name) not in ("none", None, False):

@@ -170,7 +170,9 @@ def channels_last(templates: Sequence[nn.Module]) -> None:
         template.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         try:
             with streams.torch_scope(0, "trial"):
-                template.eval()(torch.zeros(2, *anatomy.marks(template).shape)).sum().backward()
+                out = template.eval()(torch.zeros(2, *anatomy.marks(template).shape))
+                if out.requires_grad:  # a detector may have nothing to say
+                    out.sum().backward()
         except Exception:  # whatever a user's code raises
             template.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         template.zero_grad()

@@ -22,8 +22,8 @@ DOMAINS = 11  # at most so many clients have a column each
 class Result:
     """One run, read from its record."""
 
-    def __init__(self, record: Record, run: str):
-        self.run = run
+    def __init__(self, record: Record, run: str, folder: Path | None = None):
+        self.run, self.folder = run, folder
         self.config: dict[str, Any] = record.get("config", {})
         self.method: str = record.get("method")
         self.state: str = record.get("state")
@@ -45,7 +45,7 @@ class Result:
     def load(cls, folder: Path) -> Result:
         """Read a run's folder."""
         with contextlib.closing(Record(folder / "record.sqlite", readonly=True)) as record:
-            return cls(record, folder.name)
+            return cls(record, folder.name, folder)
 
     @property
     def score(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pfed.data.base import Counts, Federation, skew
+from pfed.data.base import Counts, Federation, class_counts, skew
 from pfed.errors import UserError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def _counts(federation: Federation) -> list[list[int]]:
-    return [client.train.counts(len(federation.classes)).tolist() for client in federation.clients]
+    return [class_counts(federation, client) for client in federation.clients]
 
 
 def _steps(most: int) -> list[int]:

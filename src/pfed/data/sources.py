@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -272,13 +273,18 @@ def _problems_of_files(place: Place) -> list[str]:
 
 
 def _problems_of_content(source: Source, data: Dataset) -> list[str]:
+    if not source.samples:
+        return []  # whatever part of it is there
     groups = () if data.groups is None else np.unique(data.groups.numpy()).tolist()
+    classes: Any = ("classes", np.unique(data.y.numpy()).tolist(), list(range(len(source.classes))))
+    if source.boxes:
+        classes = ("classes", list(data.classes), list(source.classes))
     facts = (
         ("samples", len(data.x), source.samples),
         ("labels", len(data.y), source.samples),
         ("training samples", len(data.x if data.train is None else data.train), source.train),
         ("a sample's shape", tuple(data.x.shape[1:]), source.shape),
-        ("classes", np.unique(data.y.numpy()).tolist(), list(range(len(source.classes)))),
+        classes,
         ("domains", [source.domains[group] for group in groups], list(source.domains)),
     )
     return [

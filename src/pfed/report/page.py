@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Collection, Sequence
+from html import escape
 from importlib import resources
 from typing import Any
 
+from pfed import pictures
 from pfed.data.show import headline
 from pfed.report import charts, numbers
 from pfed.report.markup import Html, figure, join, table, tag
@@ -73,6 +76,8 @@ def _group(group: Sequence[Result], methods: Sequence[str]) -> list[Html]:
         parts += [tag("p", sentence) for sentence in _mixed(measured)]
         parts += [tag("h3", "Does federating help?"), *_gains(comparison)]
         parts += [tag("h3", f"{_title(measured[0].score)} over rounds and bytes"), _curves(measured, methods)]
+    if drawn := _pictures(group):
+        parts += [tag("h3", "What is found"), *drawn]
     if any(result.rounds for result in group):
         parts += [tag("h3", "What is sent"), _traffic(group, methods)]
     return [*parts, tag("h3", "The clients' data"), *_clients(group)]
@@ -145,6 +150,18 @@ def _curves(measured: Sequence[Result], methods: Sequence[str]) -> Html:
         caption = "The same by what each client has sent and received. A method that sends nothing is a level line."
         drawn.append(figure(charts.curves(rows, "bytes", methods, measured[0].score), caption))
     return tag("div", *drawn, class_="charts")
+
+
+def _pictures(group: Sequence[Result]) -> list[Html]:
+    """Test images with true and found boxes, of each method's first run that has some."""
+    drawn = []
+    for method, runs in numbers.by_method(group).items():
+        files = next((found for run in runs if (found := pictures.files(run.folder))), [])
+        for name, path in files:
+            content = base64.b64encode(path.read_bytes()).decode()
+            image = Html(f'<img src="data:image/png;base64,{content}" alt="Test images of {escape(name)} with boxes">')
+            drawn.append(figure(image, f"{method}, {name}: green what is there, orange what the model says."))
+    return drawn
 
 
 def _traffic(group: Sequence[Result], methods: Sequence[str]) -> Html:
