@@ -472,6 +472,7 @@ RUN = {
         "--preset",
         "--state-memory",
         "--together",
+        "--track",
         "--workers",
     ),
     *("--slowdown", "--stragglers", "--task", "--local.batch-size", "--local.epochs", "--local.lr", "--local.momentum"),

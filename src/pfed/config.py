@@ -115,6 +115,7 @@ class RunOptions(SplitOptions):
     channels_last: bool = option(True, "how images lie in memory while a network runs: faster on most processors")
     keep_optimizer: bool | None = option(None, "momentum survives between rounds (default: as the method says)")
     checkpoint_every: int = option(10, "rounds between checkpoints (0: only at the end)", ge=0)
+    track: str | None = option(None, "tracker of the numbers: tensorboard, mlflow, wandb, or several with commas")
 
     def __post_init__(self) -> None:
         validate(self, "run")

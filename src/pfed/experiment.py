@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import pfed
-from pfed import anatomy, options, pictures, pool, registry, store, tasks
+from pfed import anatomy, options, pictures, pool, registry, store, tasks, trackers
 from pfed.client import step_fractions
 from pfed.config import Local, RunOptions
 from pfed.data.base import Dataset, Federation, Samples, class_counts
@@ -28,6 +28,7 @@ from pfed.progress import Progress
 from pfed.result import Result
 from pfed.session import Session
 from pfed.store import Store
+from pfed.trackers import Trackers
 
 BOX_SIZE = 256  # pixels of images with boxes of a user's own, unless asked otherwise
 ModelLike = str | nn.Module | Callable[[], nn.Module]
@@ -110,9 +111,8 @@ class Experiment:
         self.federation()  # a mistake in the data shows before a folder is made
         models = self._pool()
         folder = runs or os.environ.get("PFED_RUNS")
-        stem = f"{self.method.label}-{Path(self.options.data).stem.replace(' ', '-')}-s{self.options.seed}"
         with contextlib.closing(
-            store.create(Path(folder), stem, self._cap) if folder else Store(None, self._cap)
+            store.create(Path(folder), self._stem, self._cap) if folder else Store(None, self._cap)
         ) as opened:
             return self._run(opened, models)
 
@@ -130,6 +130,10 @@ class Experiment:
     @property
     def _cap(self) -> int:
         return self.options.state_memory * 10**6
+
+    @property
+    def _stem(self) -> str:
+        return f"{self.method.label}-{Path(self.options.data).stem.replace(' ', '-')}-s{self.options.seed}"
 
     def _check_own(self, opened: Store) -> None:
         """Refuse to go on with a run of another method, seed or federation."""
@@ -183,8 +187,9 @@ class Experiment:
                 return Result(record, opened.run, opened.folder)
             record.set(state="running")
             try:
-                with Progress(self.method.label, self.options.rounds) as progress:
-                    session.run(progress)
+                tracked = Trackers(self.options.track, opened, self._stem, self.config(), session.done.round)
+                with Progress(self.method.label, self.options.rounds) as progress, tracked:
+                    session.run(progress, tracked)
             except KeyboardInterrupt:
                 record.set(state="stopped")
                 raise KeyboardInterrupt(
@@ -282,6 +287,7 @@ def _check(method: Method, opts: RunOptions) -> None:
     if opts.task not in method.tasks:
         raise UserError(f"{method.label} does not do {opts.task}; it does {', '.join(sorted(method.tasks))}.")
     tasks.task(opts.task).augment(opts.augment)
+    trackers.make(opts.track)
     if opts.task == "detection":
         for name in ("new_test", "external", "representation"):
             if getattr(opts, name) not in ("none", None, False):

@@ -24,6 +24,7 @@ from pfed.progress import Progress
 from pfed.runner import Runner
 from pfed.store import Checkpoint, Store
 from pfed.tasks import task
+from pfed.trackers import Trackers
 
 
 class Session:
@@ -45,7 +46,7 @@ class Session:
         self.exchange.versions, self.exchange.calls = dict(self.done.versions), self.done.calls
         self._said = {event["text"] for event in store.record.events() if event["kind"] == "note"}
 
-    def run(self, progress: Progress) -> None:
+    def run(self, *watchers: Progress | Trackers) -> None:
         """All rounds that are not done yet. Whatever stops it, a checkpoint of the last whole round is left."""
         self.store.record.forget_after(self.done.round)
         machine.keep_freed_memory()
@@ -62,7 +63,8 @@ class Session:
                 versions = dict(self.exchange.versions)
                 self.done = Checkpoint(t, self.exchange.calls, wire.copy_tree(self.server), versions)
                 self.store.retain(versions)
-                progress.round(t, seconds, self.exchange.ledger, evaluation)
+                for watcher in watchers:
+                    watcher.round(t, seconds, self.exchange.ledger, evaluation)
                 if self._saves(t):
                     self._save()
         except BaseException:

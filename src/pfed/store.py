@@ -28,7 +28,7 @@ from pfed.wire import State
 
 KEPT = 2  # checkpoints
 RECORD = "record.sqlite"
-WAYS = {"engine", "workers", "state_memory", "checkpoint_every"}  # settings that change no result
+WAYS = {"engine", "workers", "state_memory", "checkpoint_every", "track"}  # settings that change no result
 _LOCKS: set[int] = set()  # descriptors
 
 
