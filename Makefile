@@ -5,8 +5,13 @@ TORCH_INDEX ?=
 PY := .venv/bin/python
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 export OMP_NUM_THREADS ?= 1
+ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
+define INSTALL_CHROMIUM
+{ command -v apt-get >/dev/null || { echo "There is no apt-get here: install Chromium as 'chromium' by hand." >&2; exit 1; }; \
+	$(ROOT) apt-get update -q && $(ROOT) apt-get install -qy --no-install-recommends chromium; }
+endef
 
-.PHONY: demo test test-all check format bench clean
+.PHONY: demo test test-all check format bench browser clean
 
 demo: .venv/ready
 	$(PY) -m pfed compare local fedavg fedrep cd2pfed fedcd dualfed fedbsd partialfed-fix partialfed-adaptive \
@@ -20,7 +25,6 @@ test: .venv/ready
 	$(PY) -m pytest -n 2
 
 test-all: .venv/ready
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[notebook]"
 	$(PY) -m pytest -n 2 -m ""
 
 check: .venv/ready
@@ -28,6 +32,11 @@ check: .venv/ready
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) -m pytest -n 2
+
+# Debian's Chromium and Playwright, with which the tests look at pages; without them those tests are skipped.
+browser: .venv/ready
+	@command -v chromium >/dev/null || $(INSTALL_CHROMIUM)
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[browser]"
 
 format: .venv/ready
 	$(PY) -m ruff format .
@@ -39,6 +48,7 @@ bench: .venv/ready
 	$(PY) benchmarks/bound.py --profile
 	$(PY) benchmarks/layout.py
 	$(PY) benchmarks/durability.py
+	$(PY) benchmarks/report.py
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pfed needs Python 3.11 or newer: make PYTHON=/path/to/python3")'

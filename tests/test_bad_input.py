@@ -169,7 +169,7 @@ MISTAKES = {
 
 
 PARTLY = {
-    "run fedavg --data ./mine.csv": "There is no data set './mine.csv'. Known: cifar10, digits,",
+    "run fedavg --data ./mine.csv": "There is no data set './mine.csv'. Known: cifar10, composite, digits,",
     "data shw digits": "Argument action: invalid choice: 'shw' (choose from",
     "run fedavg --model cnn": "cnn",
     "run fedavg --model mlp --head fc9": "'fc9'",

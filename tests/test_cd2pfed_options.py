@@ -197,7 +197,7 @@ def test_judged_sub_networks() -> None:
     found = channels(model, torch.zeros(1, 4))
     private = CD2pFed(p=0.5).split(found, 4, 4).private
     x, y = DATA.clients[2].test.take()
-    per_client = next(row for row in done.result.per_client if row["client"] == 2)
+    per_client = next(row for row in done.result.clients if row["client"] == 2)
     for name, own in {"private": private, "shared": [~own for own in private]}.items():
         expected = correct(Subnet(model, found, own).eval()(x), y).float().mean()
         assert per_client[f"{name}-subnet/local-test"] == pytest.approx(float(expected))

@@ -389,6 +389,15 @@ def test_report_writes_a_page_about_runs(runs: Path, tmp_path: Path) -> None:
     assert not re.search(r"""(src|href)=["']https?:""", page)
 
 
+def test_report_writes_figures_and_their_numbers(runs: Path, tmp_path: Path) -> None:
+    names = ("fedrep-digits-s0-1", "local-digits-s0-1", "--runs", runs)
+    for form in ("svg", "csv"):
+        done = good("report", *names, "--format", form, "--out", tmp_path)
+        paths = [Path(line) for line in done.out.splitlines()]
+        assert tmp_path / f"accuracy-by-round.{form}" in paths
+        assert sorted(paths) == sorted(tmp_path.glob(f"*.{form}"))
+
+
 def test_data_list_get_check_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PFED_CACHE", str(tmp_path / "cache"))
     header, _, *rows = good("data", "list").out.splitlines()
@@ -483,10 +492,12 @@ COMMANDS = {
     "compare": COMMON | SPLIT | RUN | {"--seeds", "--report", "--reuse"},
     "tune": COMMON | SPLIT | RUN | {"--try", "--search", "--least", "--seeds", "--out"},
     "resume": COMMON | {"--rounds"},
+    "stop": COMMON,
     "runs": COMMON,
     "methods": COMMON,
     "data": COMMON | SPLIT | {"--force", "--out", "--seed"},
-    "report": COMMON | {"--out"},
+    "report": COMMON | {"--format", "--out"},
+    "watch": COMMON | {"--host", "--port", "--no-open"},
 }
 
 

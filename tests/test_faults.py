@@ -333,7 +333,7 @@ def test_killed_at_a_named_point(tmp_path: Path, scaffold: Path, straight: Strai
     argv = command("fedrep", scaffold, tmp_path / "runs", *ENGINES[engine], *small_memory)
     assert ended(started(argv, tmp_path, point), tmp_path) == -signal.SIGKILL
     (folder,) = store.folders(tmp_path / "runs")
-    assert store.describe(folder)["state"] == "stopped"
+    assert store.describe(folder)["state"] == "died"
     done = resume(folder)
     assert (done.code, done.err) == (0, "")
     assert_same(outcome(folder), straight("fedrep"))
@@ -473,7 +473,7 @@ def test_a_run_that_died_can_be_listed_and_removed(tmp_path: Path, scaffold: Pat
     argv = command("fedrep", scaffold, tmp_path / "runs")
     assert ended(started(argv, tmp_path, "before the rename"), tmp_path) == -signal.SIGKILL
     (row,) = json.loads(pfed("runs", "--runs", tmp_path / "runs", "--json").out)
-    assert (row["state"], row["round"], row["rounds"]) == ("stopped", 2, 4)
+    assert (row["state"], row["round"], row["rounds"]) == ("died", 2, 4)
     assert [path.name for path in checkpoints(tmp_path / "runs" / row["run"])] == ["checkpoint-000001"]
     assert pfed("runs", "rm", row["run"], "--runs", tmp_path / "runs").code == 0
     assert list((tmp_path / "runs").iterdir()) == []

@@ -7,9 +7,10 @@ from textwrap import dedent
 import pytest
 from helpers import TYPED_IN
 
-nbclient = pytest.importorskip("nbclient", reason="needs a notebook: pip install 'pfed[notebook]', or make test-all")
-nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("ipykernel")
+WHY = "needs a notebook: pip install 'pfed[dev]'"
+nbclient = pytest.importorskip("nbclient", reason=WHY)
+nbformat = pytest.importorskip("nbformat", reason=WHY)
+pytest.importorskip("ipykernel", reason=WHY)
 
 CELLS = [
     """
@@ -40,3 +41,4 @@ def test_a_notebook_runs_from_top_to_bottom() -> None:
     shown = [output for cell in notebook.cells for output in cell.outputs if output.output_type == "execute_result"]
     assert [output.data["text/plain"] for output in shown[:1]] == ["'the same'"]
     assert shown[1].data["text/plain"].startswith("<Result")
+    assert "<td>" in shown[1].data["text/html"]

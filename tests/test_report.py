@@ -2,90 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
+import json
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
-from html.parser import HTMLParser
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from report_helpers import Page, show, tell
+from result_helpers import EVIL, run
 
 from pfed import report
-from pfed.cohort import Ledger
-from pfed.engines.base import Failure
 from pfed.errors import UserError
-from pfed.evaluate import Evaluation
 from pfed.record import Record
 from pfed.report import charts, numbers, page
-from pfed.report.markup import Html, tag
-from pfed.result import MAIN, Comparison, Result
-
-EVIL = '"><script>alert(1)</script><img src=x>'
-
-
-def run(
-    method: str = "fedavg",
-    accuracies: Sequence[Sequence[float]] = ((0.5, 0.6), (0.7, 0.9)),  # of each round, of each client
-    seed: int = 0,
-    names: Sequence[str] = ("Oslo", "Rome"),
-    sent: int = 1000,
-    failures: dict[int, str] | None = None,
-    state: str = "complete",
-    note: str = "",
-    **config: Any,
-) -> Result:
-    """A run that never ran: two classes, and the given accuracies."""
-    settings = {"method": method, "data": "digits", "rounds": len(accuracies), "seed": seed, "select": "last"}
-    with contextlib.closing(Record(None)) as record:
-        record.add_clients((k, name, 10 + k, 5, [10, k]) for k, name in enumerate(names))
-        record.set(config={**settings, "local": {"lr": 0.05}, **config}, method=method, seed=seed, state=state)
-        record.set(engine="serial", classes=["cat", "dog"], versions={"pfed": "0.1.0", "torch": "2.6"})
-        record.add_round(0, 0.0, Ledger(), None)
-        for t, values in enumerate(accuracies, start=1):
-            traffic = dict.fromkeys(range(len(names)), sent) if sent else {}
-            ledger = Ledger(up=traffic, down={k: 2 * n for k, n in traffic.items()})
-            ledger.failures = {k: Failure("dropped", text) for k, text in (failures or {}).items()}
-            judged = Evaluation(clients={(k, MAIN): value for k, value in enumerate(values)})
-            record.add_round(t, 1.5, ledger, judged if values else None)
-        if note:
-            record.event(0, "note", note)
-        return Result(record, f"{method}-s{seed}")
-
-
-class Page(HTMLParser):
-    """The text of a page, its tables and its elements."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.raw, self.tags, self.rows, self.words = text, [], [], []
-        self.feed(text)
-        self.text = " ".join(" ".join(self.words).split())
-        self.svgs = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-
-    def handle_data(self, data: str) -> None:
-        if self.tags[-1:] != ["style"]:
-            self.words.append(data)
-        if self.tags[-1:] in (["td"], ["th"]) and data.strip():
-            self.rows[-1].append(data)
-
-
-def show(*results: Result) -> Page:
-    return Page(page.render(results))
-
-
-def tell(*results: Result) -> Page:
-    """The page without its charts, which take most of the time."""
-    blank = {name: lambda *_: Html("<svg></svg>") for name in ("curves", "traffic", "gains")}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "charts", SimpleNamespace(**blank, data=lambda *_: (Html("<svg></svg>"), 2)))
-        return show(*results)
+from pfed.report.gains import Gains, gains
+from pfed.report.markup import tag
+from pfed.result import Comparison, Result
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +37,23 @@ def usual(compared: list[Result]) -> Page:
 def test_the_file_needs_nothing_beside_it(compared, usual, tmp_path):
     out = report.write(compared, tmp_path / "new" / "folder" / "report.html")
     assert out.read_text(encoding="utf-8") == usual.raw, "the same runs give the same page"
-    assert not {"script", "link", "img", "iframe", "image", "use"} & set(usual.tags)
-    assert not re.search(r"://|@import|url\(|\s(src|href)=", usual.raw)
+    assert not {"link", "img", "iframe", "image", "use"} & set(usual.tags)
+    assert not re.search(r"://|@import|url\(|\s(src|href|style|on\w+)=", usual.raw)
+
+
+def test_nothing_runs_but_the_page_s_own_script(usual):
+    """The policy has the hashes of the one script and the one style that are there; data are no script."""
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', usual.raw)[1]
+    assert policy.startswith("default-src 'none';")
+    for kind in ("script", "style"):
+        (own,) = re.findall(rf"<{kind}>(.*?)</{kind}>", usual.raw, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert re.findall(r"<script(.*?)>", usual.raw) == [' type="application/json"', ""]
 
 
 def test_charts_are_sound_and_follow_the_page_colours(usual):
-    assert len(usual.svgs) == 6
+    assert len(usual.svgs) == 7
     for svg in usual.svgs:
         ET.fromstring(svg)
         assert 'fill="currentColor"' in svg
@@ -135,15 +80,15 @@ def test_columns_of_other_tests_appear_where_there_are_any():
 
 def test_gains_are_means_over_seeds_for_clients_with_a_name(compared):
     """Oslo: 0.5 and 0.6 against 0.6, so -10 and 0; Rome: 0.9 against 0.8 twice."""
-    assert numbers.gains(Comparison(compared)) == {"fedavg": pytest.approx({"Oslo": -5.0, "Rome": 10.0})}
+    assert gains(Comparison(compared))["fedavg"].values == pytest.approx({"Oslo": -5.0, "Rome": 10.0})
 
 
 def test_numbered_clients_are_others_under_every_seed():
     names = ("client-0", "client-1")
     results = [run(m, [(a, a)], s, names) for s in (0, 1) for m, a in (("local", 0.5), ("fedavg", 0.6))]
-    gains = numbers.gains(Comparison(results))["fedavg"]
-    assert sorted(gains) == ["client-0, seed 0", "client-0, seed 1", "client-1, seed 0", "client-1, seed 1"]
-    assert sorted(numbers.gains(Comparison(results[:2]))["fedavg"]) == ["client-0", "client-1"]
+    found = gains(Comparison(results))["fedavg"].values
+    assert sorted(found) == ["client-0, seed 0", "client-0, seed 1", "client-1, seed 0", "client-1, seed 1"]
+    assert sorted(gains(Comparison(results[:2]))["fedavg"].values) == ["client-0", "client-1"]
 
 
 def test_gains_show_who_is_helped(usual):
@@ -151,13 +96,6 @@ def test_gains_show_who_is_helped(usual):
     chart = usual.svgs[0]
     assert chart.index(">Rome<") < chart.index(">Oslo<"), "the best first"
     assert chart.count(f'fill="{charts.UP}"') == chart.count(f'fill="{charts.DOWN}"') == 1
-
-
-def test_without_local_the_page_says_how_to_get_it():
-    assert "Make one: pfed compare local fedavg fedper …" in tell(run("fedavg"), run("fedper")).text
-    assert "To compare: pfed compare local METHOD …" in tell(run("local", sent=0)).text
-    other = run("local", seed=1, sent=0)
-    assert "Make one: pfed compare local fedavg …" in tell(run("fedavg"), other).text, "a Local of other data is none"
 
 
 def test_curves_are_means_over_clients_and_seeds(compared):
@@ -183,7 +121,7 @@ def test_a_method_that_sends_nothing_is_a_level_line(compared):
 
 
 def test_long_curves_keep_their_end():
-    rows = numbers.curves([run(accuracies=[(t / 1000,) for t in range(999)], names=["a"])])
+    rows = numbers.thin(numbers.curves([run(accuracies=[(t / 1000,) for t in range(999)], names=["a"])]))
     assert len(rows) <= numbers.POINTS
     assert rows[-1]["round"] == 999
 
@@ -205,7 +143,9 @@ def test_how_it_was_run_is_folded_away(usual):
     assert usual.tags.count("details") == 3
     assert ["local.lr", "0.05"] in usual.rows
     assert ["seed", "0, 1"] in usual.rows
-    assert ["fedavg-s1", "fedavg", "1", "complete", "2 of 2", "serial", "pfed 0.1.0, torch 2.6"] in usual.rows
+    assert ["fedavg-s1", "fedavg", "1", "complete", "2 of 2", "serial", "3.0 s", "–", "2", "pfed 0.1.0, torch 2.6"] in (
+        usual.rows
+    )
     finished = tell(run(rounds=1))
     assert "1 of 1" in next(row for row in finished.rows if row[0] == "fedavg-s0"), "tuning at the end is no round"
 
@@ -227,8 +167,11 @@ def test_no_text_becomes_html():
     evil.run, evil.classes, evil.versions = EVIL, [EVIL, "dog"], {EVIL: EVIL}
     stopped = run(EVIL, [(), ()], data=EVIL)
     found = show(evil, local, stopped)
-    assert not {"script", "img"} & set(found.tags)
+    assert "img" not in found.tags
+    assert set(re.findall(r"<script(.*?)>", found.raw)) == {' type="application/json"', ""}
     assert EVIL in found.text
+    block = re.search(r'<script type="application/json">(.*?)</script>', found.raw)[1]
+    assert json.loads(block)[0]["method"] == EVIL
     for svg in found.svgs:
         ET.fromstring(svg)
     assert tag("p", EVIL, title=EVIL).count("<") == 2
@@ -248,7 +191,7 @@ def test_a_run_without_evaluation_is_named_and_left_out():
     found = tell(run("fedavg"), stopped)
     assert "Run fedper-s0 (fedper, stopped) has no evaluation" in found.text
     assert not [row for row in found.rows if row[0] == "fedper"]
-    assert len(tell(stopped).svgs) == 3, "its bytes and its data are known all the same"
+    assert len(tell(stopped).svgs) == 4, "its bytes and its data are known all the same"
 
 
 def test_a_run_that_never_began_is_named():
@@ -263,7 +206,7 @@ def test_runs_on_other_data_are_apart():
     for heading in ("digits, 2 clients", "cifar10, 2 clients", "digits, 2 clients, alpha 0.3"):
         assert f"<h2>{heading}</h2>" in found.raw
     assert "3 settings, which are not to be compared with each other" in found.text
-    assert sum(row[:1] == ["fedavg"] for row in found.rows) == 3
+    assert sum(row[:1] == ["fedavg"] for row in found.rows) == 6, "in the tables of methods and of targets"
     assert "on digits, cifar10" in found.text
 
 
@@ -276,13 +219,13 @@ def test_many_clients_become_a_histogram():
     chart = found.svgs[0]
     assert "site" not in chart
     assert ">clients<" in chart
-    assert chart.count(f'fill="{charts.UP}"') < 30
+    assert chart.count(f'fill="{charts.UP}"') < 2 * 24, "bins, each with those who gain surely"
     assert len(found.raw) < 200_000
 
 
 def test_clients_too_many_for_names_are_bars():
     values = {f"site {k}": k - 40.0 for k in range(100)}
-    chart = charts.gains("fedavg", values, (-40.0, 59.0))
+    chart = charts.gains("fedavg", Gains(values), (-40.0, 59.0)).inline()
     assert chart.count(f'fill="{charts.UP}"') == 60
     assert chart.count(f'fill="{charts.DOWN}"') == 40
     assert "site" not in chart
@@ -294,13 +237,13 @@ def test_a_bin_holds_gains_or_losses_and_nobody_is_lost():
     assert sum(bin["clients"] for bin in bins) == len(values)
     assert all(bin["end"] <= 0 or bin["gain"] >= 0 for bin in bins)
     assert sum(bin["clients"] for bin in bins if bin["end"] <= 0) == 2
-    assert charts.histogram([0.0, 0.0], (0.0, 0.0)) == [{"gain": 0.0, "end": 1.0, "clients": 2}]
+    assert charts.histogram([0.0, 0.0], (0.0, 0.0)) == [{"gain": 0.0, "end": 1.0, "clients": 2, "surely": 2}]
 
 
 def test_a_federation_of_very_many_cells_is_cut(monkeypatch):
     monkeypatch.setattr(charts, "CELLS", 30)
     clients = [{"name": str(k), "counts": [1] * 7 + [0] * 9} for k in range(50)]
-    assert charts.data(clients, [str(c) for c in range(16)])[1] == 5
+    assert charts.shown(clients) == len(charts.data(clients, [str(c) for c in range(16)]).rows) == 5
 
 
 def test_impossible_reports_are_one_sentence(tmp_path):

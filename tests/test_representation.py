@@ -161,7 +161,7 @@ def test_resume_is_exact(tiny: Federation, tmp_path: Path, monkeypatch: pytest.M
 def test_probe() -> None:
     """At most 200 samples of each client's test data, none twice, the same for a seed, others for another."""
     data = blobs((500, 30, 201))
-    one, again, other = (probe(data, seed).take()[0] for seed in (0, 0, 1))
+    one, again, other = (probe(data, seed)[0].take()[0] for seed in (0, 0, 1))
     assert PROBE == 200
     assert len(one) == 200 + 30 + 200
     assert torch.equal(one, again)

@@ -90,7 +90,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         "rounds": [{key: value for key, value in row.items() if key != "seconds"} for row in result.rounds],
         "series": result.series,
         "metrics": result.metrics,
-        "per_client": result.per_client,
+        "per_client": list(result.clients),
         "traffic": result.traffic,
         "logs": result.logs,
         "correct": result.correct,
@@ -680,7 +680,7 @@ def test_control_c_in_a_terminal(tmp_path: Path, method_file: Path, patient_stra
 def test_a_second_process_is_refused_and_kill_9_costs_nothing(
     tmp_path: Path, method_file: Path, patient_straight: dict[str, Any]
 ) -> None:
-    """While it runs nobody else may touch it; killed without a word, it is stopped and can be resumed."""
+    """While it runs nobody else may touch it; killed without a word, it has died and can be resumed."""
     with waiting(method_file, tmp_path) as process:
         assert states(tmp_path) == ["running"]
         (folder,) = store.folders(tmp_path)
@@ -691,7 +691,7 @@ def test_a_second_process_is_refused_and_kill_9_costs_nothing(
         assert (kept.code, kept.err) == (2, f"pfed: Run '{folder.name}' is running; stop it first.\n")
         process.kill()
         process.wait(timeout=60)
-    assert states(tmp_path) == ["stopped"]
+    assert states(tmp_path) == ["died"]
     assert [round for round, _ in Result.load(folder).series["personal/local-test"]] == [1, 2]
     assert resume(folder).code == 0
     assert_same(outcome(folder), patient_straight)

@@ -391,7 +391,7 @@ def test_runs_are_found_by_name_or_by_path(folder: Path, opened: Store) -> None:
         store.find(runs / "elsewhere", "x")
 
 
-def test_a_running_run_without_a_process_is_stopped(folder: Path, opened: Store) -> None:
+def test_a_running_run_without_a_process_has_died(folder: Path, opened: Store) -> None:
     """The record says running until somebody changes it; the lock tells whether it is true."""
     opened.record.set(state="running", config={"rounds": 9}, method="fedrep", created=1.0)
     opened.record.add_round(4, 0.1, Ledger(), None)
@@ -402,7 +402,7 @@ def test_a_running_run_without_a_process_is_stopped(folder: Path, opened: Store)
     assert {key: described[key] for key in ("run", "method", "state", "round", "rounds")} == {
         "run": "fedrep-digits-s0-1",
         "method": "fedrep",
-        "state": "stopped",
+        "state": "died",
         "round": 4,
         "rounds": 9,
     }

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from pfed import config, options
 from pfed.errors import RunError, UserError, unknown
 
-RUNS = "runs"
 _NEEDS = {
     "public": "public data",
     "validation": "validation data",
@@ -123,6 +122,9 @@ def _parser() -> Parser:
     again.add_argument("name", metavar="RUN")
     again.add_argument("--rounds", metavar="N", help="more rounds than were planned")
     _add_common(again)
+    ended = command("stop", "let running runs end after the round they are in, as by Ctrl-C", _stop)
+    ended.add_argument("names", nargs="+", metavar="RUN")
+    _add_common(ended)
     listed = command("runs", "list runs; 'runs rm RUN…' deletes some", _runs)
     listed.add_argument("action", nargs="?", choices=["rm"], help="delete runs")
     listed.add_argument("names", nargs="*", metavar="RUN")
@@ -140,15 +142,30 @@ def _parser() -> Parser:
     _add_fields(data, config.SplitOptions, "How the data are divided")
     data.add_argument("--seed", default=None)
     _add_common(data)
-    page = command("report", "write an HTML page about runs", _report)
+    page = command("report", "write an HTML page about runs, or its figures as files", _report)
     page.add_argument("names", nargs="+", metavar="RUN")
-    page.add_argument("--out", metavar="FILE", default="report.html")
+    forms = ["html", "png", "svg", "csv"]
+    page.add_argument("--format", choices=forms, default="html", help="the page, or single figures, or their numbers")
+    page.add_argument("--out", metavar="FILE|FOLDER", help="where to [report.html; a folder for figures: figures]")
     _add_common(page)
+    live = command("watch", "show runs in the browser while they go on", _watch, "pfed watch [RUN…] [OPTION…]")
+    live.add_argument("names", nargs="*", metavar="RUN", help="runs to begin with [those that are running]")
+    live.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at; others than 127.0.0.1 open it to the network"
+    )
+    live.add_argument(
+        "--port", metavar="int", default=None, help="port to listen at, 0 for any [8777, or any if that is taken]"
+    )
+    live.add_argument("--no-open", action="store_true", help="print the address only, start no browser")
+    live.add_argument("--no_open", action="store_true", help=argparse.SUPPRESS)
+    _add_common(live)
     return parser
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", metavar="FOLDER", default=None, help=f"where runs are kept (PFED_RUNS, or ./{RUNS})")
+    parser.add_argument(
+        "--runs", metavar="FOLDER", default=None, help=f"where runs are kept (PFED_RUNS, or ./{config.RUNS})"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -231,7 +248,7 @@ def _set(values: dict[str, Any], methods: Sequence[str], key: str, text: str) ->
 
 
 def _runs_folder(arguments: argparse.Namespace) -> Path:
-    return Path(arguments.runs or os.environ.get("PFED_RUNS") or RUNS)
+    return config.runs_folder(arguments.runs)
 
 
 def _print_json(value: Any) -> None:
@@ -365,6 +382,18 @@ def _resume(arguments: argparse.Namespace) -> None:
     _finish(Experiment.from_config(saved).resume(folder), arguments)
 
 
+def _stop(arguments: argparse.Namespace) -> None:
+    from pfed import store
+
+    runs = _runs_folder(arguments)
+    for folder in [store.find(runs, name) for name in dict.fromkeys(arguments.names)]:
+        store.ask_to_stop(folder, "'pfed stop'")
+        if arguments.json:
+            _print_json({"run": folder.name})
+        else:
+            print(f"{folder.name} ends after the round it is in; 'pfed resume {folder.name}' goes on with it.")
+
+
 def _runs(arguments: argparse.Namespace) -> None:
     from pfed import store
     from pfed.tables import age_text, bytes_text, table
@@ -458,12 +487,25 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from pfed import report, store
+    from pfed import report
     from pfed.result import Result
 
-    runs = _runs_folder(arguments)
-    results = [Result.load(store.find(runs, name)) for name in arguments.names]
-    print(report.write(results, Path(arguments.out)))
+    results = [Result.load(name, _runs_folder(arguments)) for name in arguments.names]
+    if arguments.format == "html":
+        print(report.write(results, Path(arguments.out or "report.html")))
+    else:
+        print(*report.export(results, Path(arguments.out or "figures"), arguments.format), sep="\n")
+
+
+def _watch(arguments: argparse.Namespace) -> None:
+    port = arguments.port
+    if port is not None and not (port.isdecimal() and int(port) < 65536):
+        raise UserError(f"--port must be a whole number from 0 to 65535. Got {port!r}.")
+
+    from pfed.watch import serve
+
+    where = (arguments.host, None if port is None else int(port))
+    serve(_runs_folder(arguments), arguments.names, *where, not arguments.no_open, arguments.json)
 
 
 if __name__ == "__main__":

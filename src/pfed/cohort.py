@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from pfed import streams, wire
+from pfed import crossing, streams, wire
 from pfed.config import RunOptions
 from pfed.data.base import Samples
 from pfed.engines.base import POOLED, Call, Engine, Failure, Reply
@@ -52,6 +52,9 @@ class Exchange:
     versions: dict[int, int] = field(default_factory=dict)
     calls: int = 0
     ledger: Ledger = field(default_factory=Ledger)
+    crossed: dict[str, Any] = field(
+        default_factory=dict
+    )  # by step: what the first client of its last call got and sent
 
     def __post_init__(self) -> None:
         model = self.pool.shared()
@@ -83,6 +86,8 @@ class Exchange:
             if isinstance(answer, Failure):
                 self.ledger.failures[client] = answer
                 continue
+            if not answered and client != POOLED:
+                self.crossed[step] = crossing.describe(self.pool.template(client), sent, answer.payload)
             answered += 1
             self.versions[client] = self.calls
             self.ledger.participants.add(client)

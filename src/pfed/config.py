@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from pfed.options import option, validate
+
+RUNS = "runs"
+
+
+def runs_folder(given: str | Path | None = None) -> Path:
+    """Where runs are looked for: as given, or by PFED_RUNS, or below the working folder."""
+    return Path(given or os.environ.get("PFED_RUNS") or RUNS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,10 @@ class Database:
         return None, verdict.splitlines()[-1]
 
     def _read_only(self, path: Path) -> sqlite3.Connection:
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        # Where nobody writes there is no -wal file, and SQLite would make one to read by.
+        still = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{still}", uri=True)
+        db.execute("BEGIN")  # all that is read is of one moment
         version = _version(db)
         if version > VERSION:
             _check_version(version, path)

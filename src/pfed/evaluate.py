@@ -22,6 +22,7 @@ from pfed.client import Client
 from pfed.cohort import Exchange
 from pfed.config import RunOptions
 from pfed.data.base import Federation, Samples, union
+from pfed.embedding import Features, collect
 from pfed.engines.base import POOLED
 from pfed.forward import View
 from pfed.method import Method
@@ -97,14 +98,17 @@ def _weights(client: Client, method: Method, download: Payload) -> Payload:
     return {"weights": anatomy.snapshot(model, anatomy.of(names))}
 
 
-def probe(federation: Federation, seed: int) -> Samples:
-    """Some test samples of every client, the same in all rounds: on them the clients' features are compared."""
+def probe(federation: Federation, seed: int) -> tuple[Samples, list[int]]:
+    """Some test samples of every client, the same in all rounds: on them the clients' features are compared.
+
+    They lie client after client; the list says how many of each.
+    """
     each = min(PROBE, max(1, PROBE_TOTAL // len(federation.clients)))
     chosen = []
     for i, client in enumerate(federation.clients):
         order = streams.rng(seed, "probe", i).permutation(len(client.test))
         chosen.append(client.test.part(torch.from_numpy(order[:each]).sort().values))
-    return union(chosen)
+    return union(chosen), [len(part) for part in chosen]
 
 
 def represent(client: Client, method: Method, models: nn.Module | Mapping[str, nn.Module]) -> Payload:
@@ -154,6 +158,7 @@ class Evaluation:
     clients: dict[tuple[int, str], float] = field(default_factory=dict)  # by client and metric
     overall: dict[str, float] = field(default_factory=dict)
     correct: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    features: Features | None = None  # at the end, with `representation`
 
 
 class Evaluator:
@@ -180,21 +185,27 @@ class Evaluator:
                 "@external", self.federation.external, "mean_prob", round, ids, download, out
             )
         if self.options.representation:
-            self._representation(round, ids, download, out)
+            features = self._representation(round, ids, download, out)
+            if final:
+                samples, sizes = probe(self.federation, self.options.seed)
+                out.features = collect(features, sizes, samples.labels)
         return out
 
-    def _representation(self, round: int, ids: list[int], download: Mapping[str, Any], out: Evaluation) -> None:
-        """Class separation by client; linear CKA as the mean over all pairs of clients."""
-        features: dict[str, list[Tensor]] = {}
+    def _representation(
+        self, round: int, ids: list[int], download: Mapping[str, Any], out: Evaluation
+    ) -> dict[str, dict[int, Tensor]]:
+        """Class separation by client; linear CKA as the mean over all pairs of clients. Returns the features."""
+        features: dict[str, dict[int, Tensor]] = {}
         for client, reply in self.exchange.ask("@representation", round, ids, download):
             for name, tensor in reply.pop("features").items():  # type: ignore[union-attr]
-                features.setdefault(name, []).append(tensor)
+                features.setdefault(name, {})[client] = tensor
             out.clients.update({(client, name): value for name, value in reply.items() if isinstance(value, float)})
         for name, tensors in features.items():
-            pairs = [metrics.linear_cka(x, y) for x, y in itertools.combinations(tensors, 2)]
+            pairs = [metrics.linear_cka(x, y) for x, y in itertools.combinations(tensors.values(), 2)]
             known = [value for value in pairs if value is not None and math.isfinite(value)]
             if known:
                 out.overall[f"cka/{name}"] = sum(known) / len(known)
+        return features
 
     def _new_test(self, round: int, ids: list[int], download: Mapping[str, Any]) -> float:
         rule, samples = self.options.new_test, self.federation.test

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import os
-import platform
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-import pfed
 from pfed import anatomy, options, pictures, pool, registry, store, tasks, trackers
 from pfed.client import step_fractions
 from pfed.config import Local, RunOptions
 from pfed.data.base import Dataset, Federation, Samples, class_counts
+from pfed.description import feature_skew, versions
 from pfed.errors import RunError, UserError, unknown
 from pfed.method import Method
 from pfed.pool import Pool, Spec
@@ -256,7 +255,8 @@ class Experiment:
             engine=self.options.engine,
             classes=list(federation.classes),
             created=time.time(),
-            versions={"pfed": pfed.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            feature_skew=feature_skew(federation),
+            versions=versions(),
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from pfed.database import Database
 from pfed.engines.base import POOLED
 from pfed.evaluate import Evaluation
 
+RECORD = "record.sqlite"
 TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS clients (client INTEGER PRIMARY KEY, name TEXT, train INTEGER, test INTEGER, counts TEXT);
@@ -107,6 +108,16 @@ class Record:
         names = ("round", "seconds", "simulated", "samples", "participants", "bytes_up", "bytes_down", "bytes_eval")
         return [dict(zip(names, row, strict=True)) for row in rows]
 
+    def progress(self, metric: str, after: int = -1) -> list[tuple[int, float, int, float | None]]:
+        """Of each round after a given one: its number, seconds, bytes up and down, and the mean of a metric."""
+        return self._db.read(
+            "SELECT round, seconds,"
+            " (SELECT COALESCE(SUM(up + down), 0) FROM traffic t WHERE t.round = r.round),"
+            " (SELECT AVG(value) FROM metrics m WHERE m.round = r.round AND metric = ? AND client != ?)"
+            " FROM rounds r WHERE round > ? ORDER BY round",
+            *(metric, POOLED, after),
+        )
+
     def last_round(self) -> int:
         """The last round that was done, 0 if none."""
         return int(self._db.read("SELECT COALESCE(MAX(round), 0) FROM rounds")[0][0])
@@ -122,9 +133,12 @@ class Record:
     def metric_names(self) -> list[str]:
         return [name for (name,) in self._db.read("SELECT DISTINCT metric FROM metrics ORDER BY metric")]
 
-    def logs(self) -> list[tuple[int, int, str, float]]:
-        """What methods logged: (round, client or -1 for the server, name, value)."""
-        return self._db.read("SELECT round, client, name, value FROM logs ORDER BY name, round, client")
+    def logs(self, rounds: Sequence[int] | None = None) -> list[tuple[int, int, str, float]]:
+        """What methods logged: (round, client or -1 for the server, name, value), in all rounds or in these."""
+        if rounds is None:
+            return self._db.read("SELECT round, client, name, value FROM logs ORDER BY name, round, client")
+        query = "SELECT round, client, name, value FROM logs WHERE round = ? ORDER BY client, name"
+        return [row for round in rounds for row in self._db.read(query, round)]
 
     def correct(self, metric: str) -> dict[int, bytes]:
         """Which test samples were right in the final evaluation: a byte per sample, per client."""

@@ -5,18 +5,35 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pfed import metrics
+import numpy as np
+
+from pfed import display, frames, metrics, store
+from pfed.config import SplitOptions, runs_folder
+from pfed.display import Clients
 from pfed.engines.base import POOLED
-from pfed.record import Record
+from pfed.record import RECORD, Record
 from pfed.tables import bytes_text, percent, table
+
+if TYPE_CHECKING:
+    import altair as alt
+    import pandas as pd
 
 MAIN = "personal/local-test"
 SCORES = {"classification": "accuracy", "detection": "AP50"}  # what the main metric is, by task
 DOMAINS = 11  # at most so many clients have a column each
+
+
+class Log(NamedTuple):
+    """What was logged under one name: a value for each round and client, -1 for the server."""
+
+    rounds: np.ndarray[Any, Any]
+    clients: np.ndarray[Any, Any]
+    values: np.ndarray[Any, Any]
 
 
 class Result:
@@ -31,20 +48,25 @@ class Result:
         self.engine: str = record.get("engine")
         self.versions: dict[str, str] = record.get("versions", {})
         self.classes: list[str] = record.get("classes", [])
-        self.clients = record.clients()
+        self.feature_skew: float | None = record.get("feature_skew")
+        self.crossing: dict[str, Any] = record.get("crossing", {})
         self.rounds = record.rounds()
         self.events = record.events()
-        self.logs = record.logs()
+        self._logs = record.logs() if folder is None else []
         self.traffic = record.traffic()
         self.correct = record.correct(MAIN)
         names = record.metric_names()
         self.series = {name: record.series(name) for name in names}
+        described = record.clients()
+        self._sizes = {row["client"]: row["test"] for row in described}
         self.metrics, self._values = self._summary()
+        self.clients = self._clients(described)
 
     @classmethod
-    def load(cls, folder: Path) -> Result:
-        """Read a run's folder."""
-        with contextlib.closing(Record(folder / "record.sqlite", readonly=True)) as record:
+    def load(cls, run: str | Path, runs: str | Path | None = None) -> Result:
+        """Read a run by its name in the runs folder (PFED_RUNS, or ./runs), or by its own folder."""
+        folder = store.find(runs_folder(runs), str(run))
+        with contextlib.closing(Record(folder / RECORD, readonly=True)) as record:
             return cls(record, folder.name, folder)
 
     @property
@@ -52,20 +74,44 @@ class Result:
         """What the main metric is called."""
         return SCORES[self.config.get("task", "classification")]
 
+    @property
+    def logs(self) -> list[tuple[int, int, str, float]]:
+        """What the method logged: (round, client or -1 for the server, name, value). Of a kept run, read when asked."""
+        return self._read_logs()
+
+    def logged(self, most: int) -> dict[str, Log]:
+        """The same by name, of at most so many rounds, the last among them."""
+        rounds = thinned([row["round"] for row in self.rounds], most)
+        found: dict[str, list[tuple[int, int, float]]] = {}
+        for round, client, name, value in self._read_logs(rounds):
+            found.setdefault(name, []).append((round, client, value))
+        return {name: Log(*map(np.array, zip(*rows, strict=True))) for name, rows in sorted(found.items())}
+
+    def _read_logs(self, rounds: Sequence[int] | None = None) -> list[tuple[int, int, str, float]]:
+        if self.folder is None:
+            return self._logs if rounds is None else [row for row in self._logs if row[0] in set(rounds)]
+        with contextlib.closing(Record(self.folder / RECORD, readonly=True)) as record:
+            return record.logs(rounds)
+
     def _summary(self) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
-        sizes = {row["client"]: row["test"] for row in self.clients}
         found: dict[str, float] = {}
         values: dict[str, dict[int, float]] = {}
         for name, series in self.series.items():
-            if set(series[-1][1]) == {POOLED}:
-                found[name] = series[-1][1][POOLED]
-                continue
-            values[name] = chosen = self._select(name)
-            summary = metrics.summarise(chosen, sizes)
-            found[name] = summary.pop("mean")
-            if name.count("/") == 1:
-                found |= {f"{name}/{key}": value for key, value in summary.items()}
+            chosen = series[-1][1]
+            if set(chosen) != {POOLED}:
+                values[name] = chosen = self._select(name)
+            found |= self.summary(name, chosen)
         return dict(sorted(found.items())), values
+
+    def summary(self, name: str, values: Mapping[int, float]) -> dict[str, float]:
+        """A metric's values in a few numbers by name: the mean under the metric's own."""
+        if set(values) == {POOLED}:
+            return {name: values[POOLED]}
+        summary = metrics.summarise(values, self._sizes)
+        found = {name: summary.pop("mean")}
+        if name.count("/") == 1:
+            found |= {f"{name}/{key}": value for key, value in summary.items()}
+        return found
 
     def _select(self, name: str) -> dict[int, float]:
         """The values that are reported, per client, by the run's rule; never-mixed metrics use the last round."""
@@ -77,17 +123,14 @@ class Result:
         validation = self.series.get(name.replace("/local-test", "/validation"))
         return metrics.select(rounds or series, rule, validation)
 
-    @property
-    def per_client(self) -> list[dict[str, Any]]:
-        """One row per client: its data, its metrics, its bytes."""
+    def _clients(self, described: Sequence[Mapping[str, Any]]) -> Clients:
         rows = []
-        for row in self.clients:
+        for row in described:
             client = row["client"]
             up, down = self.traffic.get(client, (0, 0))
             values = {name: series[client] for name, series in self._values.items() if client in series}
-            data = {key: row[key] for key in ("client", "name", "train", "test")}
-            rows.append({**data, **values, "bytes_up": up, "bytes_down": down})
-        return rows
+            rows.append({**row, "bytes_up": up, "bytes_down": down, **values})
+        return Clients(rows, MAIN, self.score)
 
     @property
     def values(self) -> dict[int, float]:
@@ -122,7 +165,7 @@ class Result:
             "eval_point": self.config.get("eval_point"),
             "select": self.config.get("select"),
             "metrics": self.metrics,
-            "per_client": self.per_client,
+            "per_client": [{key: row[key] for key in row if key != "counts"} for row in self.clients],
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,
             "bytes_eval": self.bytes_eval,
@@ -146,8 +189,19 @@ class Result:
         """The run in a few lines."""
         return Comparison([self]).table()
 
+    def frame(self, kind: str = "clients") -> pd.DataFrame:
+        """A pandas frame with a row per client, or by kind: "rounds", "history" (round and client), "runs" (one)."""
+        return frames.frame(Comparison([self]), kind, several=False)
+
+    def plot(self, kind: str = "rounds") -> alt.TopLevelMixin:
+        """The accuracy over "rounds" or over "bytes", or the clients' "data", as an altair chart."""
+        return Comparison([self]).plot(kind)
+
     def __repr__(self) -> str:
         return f"<Result {self.run}: {percent(self.metrics.get(MAIN))}>"
+
+    def _repr_html_(self) -> str:
+        return Comparison([self])._repr_html_()
 
 
 class Comparison:
@@ -155,30 +209,36 @@ class Comparison:
 
     def __init__(self, results: Sequence[Result]):
         self.results = list(results)
-        self._local = {self._setting(r): r.values for r in results if r.method == "local"}
+        self._local = {self._setting(r): r for r in results if r.method == "local"}
 
     @staticmethod
     def _setting(result: Result) -> tuple[Any, ...]:
-        """What two runs must have in common for a client to be the same client in both."""
-        keys = ("data", "seed", "clients", "partition", "classes_per_client", "alpha", "public", "validation")
+        """What two runs must have in common for a client to be the same client, with the same data, in both."""
+        keys = ("data", "seed", *(field.name for field in fields(SplitOptions)))
         return (*(result.config.get(key) for key in keys), len(result.clients))
+
+    def alone(self, result: Result) -> Result | None:
+        """The Local run of the same setting, if there is one."""
+        return self._local.get(self._setting(result))
 
     def gain(self, result: Result) -> dict[int, float] | None:
         """Accuracy minus that of training alone, per client; None without a Local run of the same setting."""
-        alone = self._local.get(self._setting(result))
-        if alone is None:
+        local = self.alone(result)
+        if local is None:
             return None
+        alone = local.values
         return {client: value - alone[client] for client, value in result.values.items() if client in alone}
 
     def json(self) -> list[dict[str, Any]]:
-        rows = []
-        for result in self.results:
-            row = result.json()
-            if gains := self.gain(result):
-                row["metrics"] = {**row["metrics"], "gain-over-local": sum(gains.values()) / len(gains)}
-                row["metrics"]["harmed-clients"] = sum(g < 0 for g in gains.values()) / len(gains)
-            rows.append(row)
-        return rows
+        return [self.told(result) for result in self.results]
+
+    def told(self, result: Result) -> dict[str, Any]:
+        """All that is known of one run, here beside Local."""
+        row = result.json()
+        if gains := self.gain(result):
+            row["metrics"] = {**row["metrics"], "gain-over-local": sum(gains.values()) / len(gains)}
+            row["metrics"]["harmed-clients"] = sum(g < 0 for g in gains.values()) / len(gains)
+        return row
 
     def label(self, result: Result) -> str:
         """The method, and its options where runs of the same method differ in them."""
@@ -273,7 +333,30 @@ class Comparison:
         """The comparison as text."""
         return table(*self.cells())
 
+    def frame(self, kind: str = "clients") -> pd.DataFrame:
+        """A pandas frame with a row per run and client, or by kind: "rounds", "history" (round and client), "runs"."""
+        return frames.frame(self, kind)
+
+    def plot(self, kind: str = "rounds") -> alt.TopLevelMixin:
+        """Accuracy over "rounds" or over "bytes", each client's "gains" over Local, or "data", as an altair chart."""
+        from pfed import plots  # here, for altair takes a while to import, and the report's numbers come from results
+
+        return plots.plot(self, kind)
+
     __repr__ = table
+
+    def _repr_html_(self) -> str:
+        return display.html(*self.cells(), self.notes())
+
+
+def thinned(rounds: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, evenly, the last among them.
+
+    >>> thinned(range(10), 4)
+    [0, 3, 6, 9]
+    """
+    stride = -(-len(rounds) // most) or 1
+    return list(rounds[::-stride][::-1])
 
 
 def spread(value: tuple[float, float] | None, sign: bool = False) -> str:

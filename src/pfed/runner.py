@@ -32,7 +32,7 @@ class Runner:
         if federation.external is not None:
             self._beside["external"] = federation.external
         if options.representation:
-            self._beside["probe"] = probe(federation, options.seed)
+            self._beside["probe"], _ = probe(federation, options.seed)
         self.companion: Companion | None = None
         self.device = torch.device("cpu")
         self._moved: dict[int, Tensor] = {}  # of a pool of samples that clients share, what lies on the device

@@ -6,11 +6,12 @@ import contextlib
 import copy
 import math
 import time
+from typing import Any
 
 import torch
 from torch import nn
 
-from pfed import machine, streams, wire
+from pfed import embedding, machine, streams, wire
 from pfed.cohort import Cohort, Exchange, Ledger
 from pfed.config import RunOptions
 from pfed.data.base import Federation
@@ -44,6 +45,8 @@ class Session:
         self.done = restored or Checkpoint(-1, server=method.init(pool.template(POOLED)))
         self.server = self.done.server
         self.exchange.versions, self.exchange.calls = dict(self.done.versions), self.done.calls
+        self._crossing: dict[str, Any] = store.record.get("crossing", {})
+        self.exchange.crossed = dict(self._crossing)
         self._said = {event["text"] for event in store.record.events() if event["kind"] == "note"}
 
     def run(self, *watchers: Progress | Trackers) -> None:
@@ -52,6 +55,7 @@ class Session:
         machine.keep_freed_memory()
         try:
             for t in range(self.done.round + 1, self.last + 1):
+                self._heed()
                 started = time.perf_counter()
                 self.exchange.ledger = Ledger()
                 self._act(t)
@@ -60,6 +64,10 @@ class Session:
                 self.exchange.ledger.notes -= self._said
                 self._said |= self.exchange.ledger.notes
                 self.store.record.add_round(t, seconds, self.exchange.ledger, evaluation)
+                self._note_crossing()
+                if evaluation is not None and evaluation.features is not None and self.store.folder is not None:
+                    with contextlib.suppress(OSError):  # a picture that can't be drawn later stops no run
+                        embedding.save(evaluation.features, self.store.folder)
                 versions = dict(self.exchange.versions)
                 self.done = Checkpoint(t, self.exchange.calls, wire.copy_tree(self.server), versions)
                 self.store.retain(versions)
@@ -91,6 +99,13 @@ class Session:
         owner.pool.give_back()
         return own
 
+    def _heed(self) -> None:
+        """End as by Ctrl-C if someone asked for it."""
+        who = self.store.asked_to_stop()
+        if who is not None:
+            self.store.record.event(max(self.done.round, 0), "stopped", f"{who or 'Someone'} asked for it.")
+            raise KeyboardInterrupt
+
     def _act(self, t: int) -> None:
         if t == 0:
             self.method.start(self.server, Cohort(self.exchange, self.clients, t))
@@ -114,6 +129,12 @@ class Session:
     def _saves(self, t: int) -> bool:
         every = self.options.checkpoint_every
         return t in (self.options.rounds, self.last) or (t > 0 and every > 0 and t % every == 0)
+
+    def _note_crossing(self) -> None:
+        """With most methods it is the same in every round."""
+        if self.exchange.crossed != self._crossing:
+            self._crossing = dict(self.exchange.crossed)
+            self.store.record.set(crossing=self._crossing)
 
     def _save(self) -> None:
         self.store.save(self.done)

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sqlite3
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,12 +23,13 @@ from typing import Any
 from pfed import states, wire
 from pfed.database import JOURNAL
 from pfed.errors import RunError, UserError, unknown
-from pfed.record import Record
+from pfed.record import RECORD, Record
 from pfed.states import CAP, ClientStates
 from pfed.wire import State
 
 KEPT = 2  # checkpoints
-RECORD = "record.sqlite"
+STOP = "stop"  # a file by which anyone may ask a run to stop
+PATIENCE = 0.2  # seconds that a lock is tried for: who only looks whether it is held lets go at once
 WAYS = {"engine", "workers", "state_memory", "checkpoint_every", "track"}  # settings that change no result
 _LOCKS: set[int] = set()  # descriptors
 
@@ -62,6 +64,7 @@ class Store:
         self._named: dict[int, set[int]] = {}  # round of a kept checkpoint -> the segments that it names
         self._lock = _lock(folder) if folder else None
         try:
+            self.asked_to_stop()  # what came too late for the last process is not meant for this one
             self.record = Record(folder / RECORD if folder else None)
         except BaseException:
             self._unlock()
@@ -71,7 +74,16 @@ class Store:
     def run(self) -> str:
         return self.folder.name if self.folder else "unsaved"
 
+    def asked_to_stop(self) -> str | None:
+        """Who asked this run to stop, if anyone did since it was last looked for."""
+        if self.folder is None or not (self.folder / STOP).is_file():
+            return None
+        who = (self.folder / STOP).read_text(encoding="utf-8", errors="replace")
+        (self.folder / STOP).unlink(missing_ok=True)
+        return who
+
     def close(self) -> None:
+        self.asked_to_stop()
         self.record.close()
         self._unlock()
 
@@ -180,24 +192,47 @@ def _read(path: Path) -> State:
 
 def _lock(folder: Path) -> int:
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise UserError(f"Run {folder.name!r} is in use by another process.") from None
-    _LOCKS.add(descriptor)
-    return descriptor
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() < until:
+                time.sleep(PATIENCE / 20)
+                continue
+            os.close(descriptor)
+            raise UserError(f"Run {folder.name!r} is in use by another process.") from None
+        _LOCKS.add(descriptor)
+        return descriptor
 
 
 def locked(folder: Path) -> bool:
-    """Whether a process is working on this run now."""
+    """Whether a process is working on this run now. To look makes no file, and two who look see the same."""
     try:
-        descriptor = _lock(folder)
-    except UserError:
+        descriptor = os.open(folder / "lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
         return True
-    _LOCKS.discard(descriptor)
-    os.close(descriptor)
+    finally:
+        os.close(descriptor)
     return False
+
+
+def state(marked: str | None, folder: Path) -> str:
+    """What a run does: what its record says, unless no process works on it any more."""
+    if marked is None:
+        return "starting" if locked(folder) else "stopped"
+    return "died" if marked == "running" and not locked(folder) else marked
+
+
+def ask_to_stop(folder: Path, who: str) -> None:
+    """Let a run end after the round that it is in, with a checkpoint, as by Ctrl-C."""
+    if not locked(folder):
+        raise UserError(f"Run {folder.name!r} is not running.")
+    (folder / STOP).write_text(who, encoding="utf-8")
 
 
 def create(runs: Path, stem: str, cap: int = CAP) -> Store:
@@ -288,10 +323,8 @@ def describe(folder: Path) -> dict[str, Any]:
         with contextlib.closing(Record(folder / RECORD, readonly=True)) as record:
             found |= {name: record.get(name) for name in ("method", "data", "seed", "created")}
             found |= {"round": record.last_round(), "rounds": record.get("config", {}).get("rounds", 0)}
-            found["state"] = record.get("state", "stopped")
+            found["state"] = state(record.get("state"), folder)
     except (RunError, sqlite3.DatabaseError):
         pass
-    if found["state"] == "running" and not locked(folder):
-        found["state"] = "stopped"
     found["bytes"] = sum(path.stat().st_size for path in folder.iterdir())
     return found

@@ -45,7 +45,15 @@ def age_text(created: float | None) -> str:
     """
     if created is None:
         return "–"
-    seconds = max(0.0, time.time() - created)
+    return duration_text(max(0.0, time.time() - created))
+
+
+def duration_text(seconds: float) -> str:
+    """A time in the largest unit that fits.
+
+    >>> duration_text(12.3), duration_text(100)
+    ('12 s', '1 min')
+    """
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds // size:.0f} {unit}"

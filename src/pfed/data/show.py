@@ -97,7 +97,7 @@ def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts) -> al
     ]
     legend: dict[str, Any] = {"symbolType": "square", "symbolFillColor": HUE, "symbolStrokeWidth": 0, "format": "~s"}
     opacity = alt.Opacity("samples:Q").scale(type="sqrt", domainMin=0, range=[0, 1]).legend(tickCount=4, **legend)
-    map_ = chart(cells).mark_rect(color=HUE).encode(x=x, y=y.axis(**y_axis), opacity=opacity)
+    map_ = chart(cells).mark_rect(color=HUE, tooltip=True).encode(x=x, y=y.axis(**y_axis), opacity=opacity)
     sizes = [{"client": row, "samples": sum(line)} for row, line in zip(rows, counts, strict=True)]
     total = alt.X("samples:Q").axis(tickCount=2, format="~s", grid=False)
     bars = chart(sizes).mark_bar(color="#888888").encode(x=total, y=y.axis(None))

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from statistics import fmean as mean
 from typing import Any
 
 from pfed.config import SplitOptions
-from pfed.data.show import distinct
 from pfed.engines.base import POOLED
-from pfed.result import MAIN, Comparison, Result
+from pfed.report.figures import Row
+from pfed.result import MAIN, Result, thinned
 
 SPLIT = {field.name: field.default for field in fields(SplitOptions)}
 POINTS = 200  # of a curve, more can't be told apart
-
-Row = dict[str, Any]
 
 
 def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -73,11 +71,40 @@ def curves(results: Sequence[Result]) -> list[Row]:
             sent = _sent(run)
             for round, values in run.series.get(MAIN, []):
                 rounds.setdefault(round, []).append((mean(values.values()), sent.get(round, 0.0)))
-        for round in _thinned(sorted(rounds)):
+        for round in sorted(rounds):
             accuracies = [100 * accuracy for accuracy, _ in rounds[round]]
             row = {"method": method, "round": round, "bytes": mean(sent for _, sent in rounds[round])}
             rows.append({**row, "mean": mean(accuracies), "low": min(accuracies), "high": max(accuracies)})
     return rows
+
+
+def thin(rows: Sequence[Row]) -> list[Row]:
+    """Of each method so many points as a curve needs."""
+    found: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        found.setdefault(row["method"], []).append(place)
+    return [rows[place] for places in found.values() for place in thinned(places, POINTS)]
+
+
+def reached(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """By method the rounds in which its mean score was higher than ever before: the cost of any target."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        points = found.setdefault(row["method"], [])
+        if not points or row["mean"] > points[-1]["mean"]:
+            points.append(row)
+    return {method: [points[i] for i in thinned(range(len(points)), POINTS)] for method, points in found.items()}
+
+
+def cost(points: Sequence[Row], target: float) -> Row | None:
+    """The first of these points that reaches the target; None: it is not reached."""
+    return next((row for row in points if row["mean"] >= target), None)
+
+
+def targets(found: Mapping[str, Sequence[Row]]) -> list[int]:
+    """A few whole percents to look at: what the worst, the middle and the best method reach."""
+    best = sorted(math.floor(points[-1]["mean"]) for points in found.values())
+    return sorted({best[0], best[len(best) // 2], best[-1]})
 
 
 def _sent(result: Result) -> dict[int, float]:
@@ -96,42 +123,24 @@ def traffic(results: Sequence[Result]) -> list[Row]:
         rounds: dict[int, list[Mapping[str, Any]]] = {}
         for row in (row for run in runs for row in run.rounds):
             rounds.setdefault(row["round"], []).append(row)
-        for round in _thinned(sorted(rounds)):
+        for round in thinned(sorted(rounds), POINTS):
             sums = {name: mean(row[f"bytes_{name}"] for row in rounds[round]) for name in ("up", "down")}
             if round or any(sums.values()):  # few methods send anything at the start
                 rows.append({"method": method, "round": round, **sums})
     return rows
 
 
-def _thinned(rounds: Sequence[int]) -> list[int]:
-    """At most so many rounds as a curve needs, the last among them."""
-    stride = -(-len(rounds) // POINTS) or 1
-    return list(rounds[::-stride][::-1])
+def gini(sizes: Sequence[int]) -> float:
+    """How unevenly samples are spread over clients: 0, all have as many; towards 1, one has them all.
 
-
-def gains(comparison: Comparison) -> dict[str, dict[str, float]]:
-    """Gain over Local in points of percent, by method and client.
-
-    A client that the data name is the same in every run, and its gain the mean over runs; `client-3` is another
-    client under every seed.
+    >>> gini([1, 3])
+    0.25
     """
-    found: dict[str, dict[str, float]] = {}
-    for method, runs in by_method(comparison.results).items():
-        if method == "local":
-            continue
-        several = len({run.seed for run in runs}) > 1
-        values: dict[str, list[float]] = {}
-        for run in runs:
-            ids, names = [row["client"] for row in run.clients], distinct([row["name"] for row in run.clients])
-            named = dict(zip(ids, names, strict=True))
-            for client, gain in (comparison.gain(run) or {}).items():
-                name = named[client]
-                if several and re.fullmatch(r"client-\d+", name):
-                    name = f"{name}, seed {run.seed}"
-                values.setdefault(name, []).append(100 * gain)
-        if values:
-            found[method] = {name: mean(gain) for name, gain in values.items()}
-    return found
+    ranked, total = sorted(sizes), sum(sizes)
+    if not total:
+        return 0.0
+    weighed = sum((2 * rank - len(ranked) + 1) * size for rank, size in enumerate(ranked))
+    return weighed / (len(ranked) * total)
 
 
 def events(results: Sequence[Result]) -> list[Row]:
