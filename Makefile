@@ -13,7 +13,7 @@ endef
 
 .PHONY: demo test test-all check format bench browser clean
 
-demo: .venv/ready
+demo: .venv/core
 	$(PY) -m pfed compare local fedavg fedrep cd2pfed fedcd dualfed fedbsd partialfed-fix partialfed-adaptive \
 		--data digits --clients 10 --alpha 0.3 --test-split matched --test-fraction 0.7 --public 0.1 --model mlp \
 		--rounds 15 --local.epochs 2 --local.lr 0.1 --eval-every 5 --seeds 2 --set fedcd.batch=32 \
@@ -50,9 +50,13 @@ bench: .venv/ready
 	$(PY) benchmarks/durability.py
 	$(PY) benchmarks/report.py
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pfed needs Python 3.11 or newer: make PYTHON=/path/to/python3")'
 	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check $(INDEX) --constraint constraints.txt --editable .
+	touch .venv/core
+
+.venv/ready: .venv/core
 	$(PY) -m pip install --quiet --disable-pip-version-check $(INDEX) --constraint constraints.txt --editable ".[dev]"
 	touch .venv/ready
 
