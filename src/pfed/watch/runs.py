@@ -14,9 +14,9 @@ from typing import Any
 from pfed import store
 from pfed.database import JOURNAL
 from pfed.errors import RunError, UserError, unknown
-from pfed.record import Record
+from pfed.record import RECORD, Record
 from pfed.result import MAIN, SCORES
-from pfed.store import RECORD, STOP
+from pfed.store import STOP
 from pfed.tables import bytes_text, duration_text, percent
 
 FILES = (RECORD, f"{RECORD}-wal", JOURNAL)  # the journal is written first, so it alone would be seen too early
