@@ -42,7 +42,7 @@ def large(request: pytest.FixtureRequest) -> tuple[str, Detector]:
 
 @pytest.fixture(scope="module", params=SMALL)
 def trained(request: pytest.FixtureRequest) -> tuple[Detector, list[float]]:
-    """After twenty steps on two pictures, with the loss of each."""
+    """After forty steps on two pictures, with the loss of each."""
     model = new(request.param).train()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -50,7 +50,7 @@ def trained(request: pytest.FixtureRequest) -> tuple[Detector, list[float]]:
     x, y = scene(2)
     descent = torch.optim.SGD(model.parameters(), 0.01 if "fcos" in request.param else 0.02, momentum=0.9)
     losses = []
-    for _ in range(20):
+    for _ in range(40):
         descent.zero_grad()
         loss = model.losses(x, y)
         loss.backward()
