@@ -498,6 +498,25 @@ COMMANDS = {
     "data": COMMON | SPLIT | {"--force", "--out", "--seed"},
     "report": COMMON | {"--format", "--out"},
     "watch": COMMON | {"--host", "--port", "--no-open"},
+    "deploy": {"--help"},
+}
+DEPLOY = {
+    "init": {"--help", "--sites", "--server", "--port"},
+    "request": {"--help", "--out"},
+    "sign": {"--help", "--out", "--folder"},
+    "kit": {"--help", "--request", "--out", "--fingerprint"},
+    "server": {"--help", "--runs", "--classes", "--public", "--image-size", "--detach"},
+    "join": {
+        *("--help", "--data", "--model", "--label-column", "--device", "--approve-within", "--server"),
+        *("--classes", "--public", "--image-size", "--detach"),
+    },
+    "approve": {"--help", "--kit", "--show"},
+    "run": (COMMON - {"--runs"})
+    | SPLIT
+    | RUN
+    | {"--resume", "--records", "--dp-clip", "--dp-noise", "--dp-delta", "--folder"},
+    "status": {"--help"},
+    "stop": {"--help"},
 }
 
 
@@ -524,6 +543,15 @@ def test_the_options_are_these_and_help_lists_every_one(command: str) -> None:
     assert found == COMMANDS[command]
     underscored = {option[:2] + option[2:].replace("-", "_") for option in COMMANDS[command]}
     assert underscored <= set(cli._flags(cli._parser(), command))
+
+
+@pytest.mark.usefixtures("_plain_help")
+@pytest.mark.parametrize("command", DEPLOY)
+def test_the_options_of_deploy_are_these(command: str) -> None:
+    text = good("deploy", command, "--help").out
+    described = text[text.index("options:") :]
+    found = set(re.findall(r"--[a-z][\w.-]*", "\n".join(re.findall(r"^ +-.*?(?:  |$)", described, re.MULTILINE))))
+    assert found == DEPLOY[command]
 
 
 @pytest.mark.usefixtures("_plain_help")

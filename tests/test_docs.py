@@ -56,7 +56,13 @@ def test_command_in_docs_is_valid(command: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "nvflare":
+            raise
+        pytest.skip("needs NVFlare: install pfed[deploy]")
+    result = doctest.testmod(found, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0
 
 

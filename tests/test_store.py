@@ -303,14 +303,14 @@ def test_a_full_disk_between_states_and_checkpoint(
 ) -> None:
     """The new states are written, the checkpoint is not: the older one still names the older states."""
     versions = advance(opened, 1, 0)
-    write = store._write
+    write = store.write_tree
 
     def only_states(path: Path, tree: Any) -> None:
         if path.name.startswith("checkpoint"):
             full_disk()
         write(path, tree)
 
-    monkeypatch.setattr(store, "_write", only_states)
+    monkeypatch.setattr(store, "write_tree", only_states)
     with pytest.raises(RunError, match="The last good one is of round 1"):
         advance(opened, 2, 0, versions=versions)
     opened.close()

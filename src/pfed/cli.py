@@ -64,19 +64,24 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         raise SystemExit(0)
     for word in rest:
         if word.startswith("-"):
-            raise unknown("option", word.partition("=")[0], _flags(parser, argv[0]))
+            raise unknown("option", word.partition("=")[0], _flags(parser, *argv[:2]))
         raise UserError(f"There is nothing to do with {word!r}. See 'pfed {argv[0]} --help'.")
     return arguments
 
 
-def _flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
-    """The long options of a command, for suggestions."""
+def _flags(parser: argparse.ArgumentParser, command: str, below: str = "") -> list[str]:
+    """The long options of a command, or of one below it, for suggestions."""
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return [flag for action in commands.choices[command]._actions for flag in action.option_strings if flag[:2] == "--"]
+    chosen = commands.choices[command]
+    inner = next((a for a in chosen._actions if isinstance(a, argparse._SubParsersAction)), None)
+    if inner is not None and below in inner.choices:
+        chosen = inner.choices[below]
+    return [flag for action in chosen._actions for flag in action.option_strings if flag[:2] == "--"]
 
 
 def _parser() -> Parser:
     import pfed
+    from pfed.deploy import cli as deploy
 
     parser = Parser(prog="pfed", description="Personalized federated learning.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"pfed {pfed.__version__}")
@@ -142,6 +147,7 @@ def _parser() -> Parser:
     _add_fields(data, config.SplitOptions, "How the data are divided")
     data.add_argument("--seed", default=None)
     _add_common(data)
+    deploy.add(command("deploy", "run on real sites: 'pfed deploy --help'", _nothing), _add_deploy_options)
     page = command("report", "write an HTML page about runs, or its figures as files", _report)
     page.add_argument("names", nargs="+", metavar="RUN")
     forms = ["html", "png", "svg", "csv"]
@@ -166,10 +172,25 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs", metavar="FOLDER", default=None, help=f"where runs are kept (PFED_RUNS, or ./{config.RUNS})"
     )
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    _add_settings(parser)
+    _add_common(parser)
+
+
+def _add_deploy_options(parser: argparse.ArgumentParser) -> None:
+    """Those of a run between sites; where runs are kept is the server's choice."""
+    _add_settings(parser)
+    _add_json(parser)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     divided = {field.name for field in fields(config.SplitOptions)}
     _add_fields(parser, config.RunOptions, "The run", leave_out={*divided, "local"})
     _add_fields(parser, config.SplitOptions, "How the data are divided")
@@ -178,7 +199,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--set", metavar="KEY=VALUE", action="append", default=[], help="any option: of the run, local.*, or METHOD.*"
     )
     parser.add_argument("--preset", metavar="NAME|FILE.toml", help="settings by name, as original, or from a file")
-    _add_common(parser)
 
 
 def _add_fields(
@@ -255,20 +275,28 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
+def _nothing(arguments: argparse.Namespace) -> None:
+    """A command that has only commands below it."""
+
+
 def _run(arguments: argparse.Namespace) -> None:
+    config = run_config(arguments)
+
+    from pfed.experiment import Experiment
+
+    finish(Experiment.from_config(config).run(_runs_folder(arguments)), arguments)
+
+
+def run_config(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The configuration of one run: what a preset says, under a file or a method's name, under flags."""
     from pfed.presets import read_toml
 
     base = read_toml(Path(arguments.what)) if arguments.what.endswith(".toml") else {"method": arguments.what}
     method = base.get("method", "fedavg")
     if not isinstance(method, str):
         raise UserError(f"method must be the name of a method. Got {method!r}.")
-
-    from pfed.experiment import Experiment
-
     values = _settings(arguments, [method], _under(arguments, method, base))
-    experiment = Experiment.from_config({**values, "hyper": values["hyper"].get(method, {})})
-    result = experiment.run(_runs_folder(arguments))
-    _finish(result, arguments)
+    return {**values, "method": method, "hyper": values["hyper"].get(method, {})}
 
 
 def _under(arguments: argparse.Namespace, method: str, base: dict[str, Any]) -> dict[str, Any]:
@@ -282,7 +310,8 @@ def _under(arguments: argparse.Namespace, method: str, base: dict[str, Any]) -> 
     return {**found, **base, **tables}
 
 
-def _finish(result: Any, arguments: argparse.Namespace) -> None:
+def finish(result: Any, arguments: argparse.Namespace) -> None:
+    """Print what came out of a run."""
     if arguments.json:
         _print_json(result.json())
     else:
@@ -373,13 +402,17 @@ def _resume(arguments: argparse.Namespace) -> None:
     folder = store.find(_runs_folder(arguments), arguments.name)
     store.mend(folder)
     saved = Result.load(folder).config
+    if saved.get("engine") == "nvflare":
+        raise UserError(
+            f"Run {folder.name!r} is one of real sites; go on with 'pfed deploy run --resume {folder.name}'."
+        )
     if arguments.rounds is not None:
         saved = {**saved, "rounds": options.parse(config.RunOptions, "rounds", arguments.rounds, "run")}
     if "own" in (saved.get("data", "own").split()[0], saved.get("model", "own").split()[0]):
         raise UserError(
             f"Run {folder.name!r} has data or a model from Python; go on with Experiment(…).resume(folder)."
         )
-    _finish(Experiment.from_config(saved).resume(folder), arguments)
+    finish(Experiment.from_config(saved).resume(folder), arguments)
 
 
 def _stop(arguments: argparse.Namespace) -> None:

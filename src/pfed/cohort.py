@@ -55,6 +55,7 @@ class Exchange:
     crossed: dict[str, Any] = field(
         default_factory=dict
     )  # by step: what the first client of its last call got and sent
+    lenient: bool = False  # clients may be lost in an evaluation too
 
     def __post_init__(self) -> None:
         model = self.pool.shared()
@@ -103,10 +104,13 @@ class Exchange:
     def ask(
         self, step: str, round: int, ids: Iterable[int], payload: Mapping[str, Any]
     ) -> Iterator[tuple[int, Payload]]:
-        """Run a reading step, as evaluation is; makes no version. A failure here stops the run."""
-        chosen = sorted(ids)
+        """Run a reading step, as evaluation is; makes no version. A failure stops the run, unless it is lenient."""
+        chosen = sorted(client for client in ids if not self.lenient or client not in self.ledger.failures)
         call = self._call(step, round, chosen, payload, None)
         for client, answer in _ascending(chosen, self.engine.map(call)):
+            if isinstance(answer, Failure) and self.lenient:
+                self.ledger.failures[client] = answer
+                continue
             if isinstance(answer, Failure):
                 raise RunError(f"Client {self.names[client]}: {answer.reason}\n{answer.detail}".rstrip())
             self._count(self.ledger.evaluation, client, {**call.common, **call.own[client]})

@@ -95,8 +95,10 @@ class RunOptions(SplitOptions):
     bn: Literal["share", "local-stats", "local-all"] = option(
         "share", "BatchNorm: travels, keeps its statistics at the client (SiloBN), or stays altogether (FedBN)"
     )
-    engine: Literal["serial", "processes", "debug"] = option(
-        "serial", "what runs the clients: one after another, in parallel (the same results), or to find mistakes"
+    engine: Literal["serial", "processes", "debug", "nvflare"] = option(
+        "serial",
+        "what runs the clients: one after another, in parallel (the same results), or to find mistakes"
+        " (nvflare: 'pfed deploy')",
     )
     workers: int | None = option(None, "processes of the engine `processes` [one per core]", ge=1)
     state_memory: int = option(512, "megabytes of client states in memory; the rest is on disk", ge=0)

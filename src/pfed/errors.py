@@ -14,6 +14,10 @@ class RunError(RuntimeError):
     """Something failed while running: exit code 1, the last checkpoint stays good."""
 
 
+class Paused(RunError):
+    """A run that ends for now, as it was told to: it goes on from its last checkpoint."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
     """The error for a name that does not exist, with the nearest one that does.
 

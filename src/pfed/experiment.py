@@ -20,12 +20,12 @@ from pfed.client import step_fractions
 from pfed.config import Local, RunOptions
 from pfed.data.base import Dataset, Federation, Samples, class_counts
 from pfed.description import feature_skew, versions
-from pfed.errors import RunError, UserError, unknown
+from pfed.errors import Paused, RunError, UserError, unknown
 from pfed.method import Method
 from pfed.pool import Pool, Spec
 from pfed.progress import Progress
 from pfed.result import Result
-from pfed.session import Session
+from pfed.session import Carrier, Session
 from pfed.store import Store
 from pfed.trackers import Trackers
 
@@ -45,6 +45,8 @@ class Experiment:
     >>> sorted(result.metrics)[:1]
     ['personal/local-test']
     """
+
+    carrier: Carrier | None = None  # what makes the engine, where the data lie elsewhere
 
     def __init__(
         self,
@@ -181,7 +183,7 @@ class Experiment:
         if not record.get("created"):
             self._describe(opened)
         with _one_thread():
-            self.session = session = Session(self.method, self.options, self.federation(), models, opened)
+            self.session = session = Session(self.method, self.options, self.federation(), models, opened, self.carrier)
             if record.get("state") == "complete" and session.done.round == session.last:
                 return Result(record, opened.run, opened.folder)
             record.set(state="running")
@@ -196,6 +198,10 @@ class Experiment:
                     if opened.folder
                     else "Stopped; without a runs folder nothing is kept."
                 ) from None
+            except Paused as pause:
+                record.event(max(session.done.round, 0), "paused", str(pause))
+                record.set(state="stopped")
+                raise
             except Exception as error:
                 text = str(error).partition("\n")[0] or type(error).__name__
                 with contextlib.suppress(sqlite3.Error):

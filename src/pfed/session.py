@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from pfed.cohort import Cohort, Exchange, Ledger
 from pfed.config import RunOptions
 from pfed.data.base import Federation
 from pfed.engines import engine
-from pfed.engines.base import POOLED
+from pfed.engines.base import POOLED, Engine, States
 from pfed.errors import RunError
 from pfed.evaluate import Evaluator
 from pfed.method import Each, Method
@@ -27,17 +28,32 @@ from pfed.store import Checkpoint, Store
 from pfed.tasks import task
 from pfed.trackers import Trackers
 
+Carrier = Callable[[Runner, States], Engine]
+
 
 class Session:
-    """Rounds 1 to T are the method's; round 0 is its start, round T + 1 its finish, if it has one."""
+    """Rounds 1 to T are the method's; round 0 is its start, round T + 1 its finish, if it has one.
 
-    def __init__(self, method: Method, options: RunOptions, federation: Federation, pool: Pool, store: Store):
+    Where the clients' data lie elsewhere, the federation has their names and shapes only, and `carrier` makes the
+    engine that reaches them; such an engine may lose clients at any time, in an evaluation too.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        options: RunOptions,
+        federation: Federation,
+        pool: Pool,
+        store: Store,
+        carrier: Carrier | None = None,
+    ):
         self.method, self.options, self.store = method, options, store
         self.clients = range(len(federation.clients))
         self._runner = Runner(method, federation, pool, options, task(options.task))
         names = {i: client.name for i, client in enumerate(federation.clients)} | {POOLED: "all clients"}
-        carrier = engine(options.engine, self._runner, store.states)
-        self.exchange = Exchange(carrier, method, options, pool, self._runner.task, names, federation.public)
+        made = carrier(self._runner, store.states) if carrier else engine(options.engine, self._runner, store.states)
+        self.exchange = Exchange(made, method, options, pool, self._runner.task, names, federation.public)
+        self.exchange.lenient = carrier is not None
         self._evaluate = Evaluator(self.exchange, federation, options, method)
         self.last = options.rounds + (type(method).finish is not Method.finish)
         restored = store.restore()

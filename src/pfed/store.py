@@ -106,7 +106,7 @@ class Store:
                 "server": checkpoint.server,
                 "clients": self.states.index(checkpoint.versions),
             }
-            _write(self.folder / f"checkpoint-{checkpoint.round:06d}", tree)
+            write_tree(self.folder / f"checkpoint-{checkpoint.round:06d}", tree)
         except OSError as error:
             last = max((number for number, _ in self._checkpoints()), default=None)
             good = "There is none before it" if last is None else f"The last good one is of round {last}"
@@ -128,7 +128,7 @@ class Store:
         found, good = self._checkpoints(), None
         for number, path in reversed(found):
             try:
-                tree = _read(path)
+                tree = read_tree(path)
                 if good is None:
                     self.states.restore(tree["clients"])
                 self._named[number] = set(tree["clients"][:, 2].tolist()) - {0}
@@ -150,8 +150,7 @@ class Store:
                 path.unlink()
 
     def _checkpoints(self) -> list[tuple[int, Path]]:
-        found = [] if self.folder is None else self.folder.glob("checkpoint-??????")
-        return sorted((int(path.name[-6:]), path) for path in found)
+        return [] if self.folder is None else checkpoints(self.folder)
 
     def _clean(self) -> None:
         """Keep the newest checkpoints, and the segments that they name or that are in use."""
@@ -163,7 +162,12 @@ class Store:
         self.states.discard(set(states.numbers(self.folder)) - named)
 
 
-def _write(path: Path, tree: State) -> None:
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Those that are there, by round."""
+    return sorted((int(path.name[-6:]), path) for path in folder.glob("checkpoint-??????"))
+
+
+def write_tree(path: Path, tree: State) -> None:
     """Write a tree with its checksum; the file appears whole or not at all."""
     data = wire.encode(tree)
     temporary = path.with_name(path.name + ".tmp")
@@ -183,7 +187,8 @@ def _write(path: Path, tree: State) -> None:
     os.close(folder)
 
 
-def _read(path: Path) -> State:
+def read_tree(path: Path) -> State:
+    """The inverse; a file that is not as it was written is a ValueError."""
     data = path.read_bytes()
     if hashlib.sha256(data[32:]).digest() != data[:32]:
         raise ValueError("its checksum does not match")

@@ -94,14 +94,32 @@ def to_federation(pool: Pool, classes: Classes, test_fraction: float, seed: int,
         if pool.test[rows].all():
             raise UserError(f"Client {name!r} must hold at least one training sample. Got none.")
         if not pool.test[rows].any():
-            rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, index])))
-            test[rows] = stratified(y[rows].numpy(), test_fraction, rng)
+            test[rows] = held_out_rows(y[rows], test_fraction, seed, index)
             divided += 1
         train, held_out = (everything.part(torch.from_numpy(rows[mask])) for mask in (~test[rows], test[rows]))
         clients.append(ClientData(name, train, held_out))
     notes = (*pool.notes, *_notes(clients, divided, test_fraction, seed))
     union = everything.part(torch.from_numpy(np.flatnonzero(test)))
     return Federation(tuple(clients), names, test=union, source=source, notes=notes)
+
+
+def to_client(
+    pool: Pool, classes: Classes, test_fraction: float, seed: int, index: int, name: str
+) -> tuple[ClientData, tuple[str, ...]]:
+    """What one client holds, divided as it is where it is number `index` of a federation; and its classes."""
+    y, names = class_indices(pool.labels, classes)
+    if pool.test.all():
+        raise UserError(f"{name} must hold at least one training sample. Got none.")
+    test = pool.test if pool.test.any() else held_out_rows(y, test_fraction, seed, index)
+    everything = Samples(pool.x, y, torch.arange(len(y)))
+    train, held_out = (everything.part(torch.from_numpy(np.flatnonzero(mask))) for mask in (~test, test))
+    return ClientData(name, train, held_out), names
+
+
+def held_out_rows(y: Tensor, test_fraction: float, seed: int, index: int) -> NDArray[np.bool_]:
+    """Which of a client's samples become its test data."""
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, index])))
+    return stratified(y.numpy(), test_fraction, rng)
 
 
 def _notes(clients: Sequence[ClientData], divided: int, test_fraction: float, seed: int) -> list[str]:

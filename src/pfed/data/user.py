@@ -48,19 +48,23 @@ def open_user(
     features or a `path` column of images relative to the file.
     """
     path = Path(path).expanduser().absolute()
-    if path.is_dir():
-        pool = read_folder(path, image_size)
-    elif path.is_file() and path.suffix.lower() in (".csv", ".tsv"):
-        pool = read_table(path, label, client, image_size)
-    elif path.exists():
-        raise UserError(f"Data of one's own must be a .csv file or a folder with {LAYOUTS}. Got {str(path)!r}.")
-    else:
-        raise UserError(f"There is no file or folder {str(path)!r}.")
+    pool = read_user(path, label, client, image_size)
     if pool.clients:
         return to_federation(pool, classes, test_fraction, seed, source=path.name)
     for note in pool.notes:
         _LOG.warning(note)
     return to_dataset(pool, classes, path.name)
+
+
+def read_user(path: Path, label: str = "label", client: str | None = None, image_size: int | None = None) -> Pool:
+    """All samples at a path, as they lie there."""
+    if path.is_dir():
+        return read_folder(path, image_size)
+    if path.is_file() and path.suffix.lower() in (".csv", ".tsv"):
+        return read_table(path, label, client, image_size)
+    if path.exists():
+        raise UserError(f"Data of one's own must be a .csv file or a folder with {LAYOUTS}. Got {str(path)!r}.")
+    raise UserError(f"There is no file or folder {str(path)!r}.")
 
 
 def federation(

@@ -19,6 +19,10 @@ def engine(name: str, runner: Runner, states: States) -> Engine:
     from pfed.engines.serial import Serial
 
     engines: dict[str, Callable[[Runner, States], Engine]] = {"serial": Serial, "processes": Processes, "debug": Debug}
+    if name == "nvflare":
+        raise UserError(
+            "run.engine 'nvflare' is for real sites, which 'pfed deploy run' reaches. Got it in a simulation."
+        )
     if name not in engines:
         raise unknown("engine", name, engines)
     if runner.options.together > 1:

@@ -181,6 +181,8 @@ def _clients(group: Sequence[Result]) -> list[Html | Sequence[Figure]]:
     first = group[0]
     counts = [row["counts"] for row in first.clients]
     sizes = sorted(row["train"] for row in first.clients)
+    if not any(sizes):
+        return [tag("p", "The clients have not told how many samples they have.")]
     size = f"A client trains on {sizes[0]:,} to {sizes[-1]:,} samples, {sizes[len(sizes) // 2]:,} in the middle."
     drawn = [charts.sizes(sizes, size)] if len(sizes) > 1 else []
     if not any(map(sum, counts)):

@@ -1,0 +1,165 @@
+"""The server's side of a run: asks the sites what they are, then runs the ordinary session with them as clients."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.signal import Signal
+
+from pfed.deploy import kits, message, remote
+from pfed.deploy.parents import arrived
+from pfed.deploy.remote import Facts, Remote
+from pfed.engines.base import Engine, States
+from pfed.engines.nvflare import Link, NVFlare
+from pfed.errors import Paused, RunError, UserError
+from pfed.runner import Runner
+from pfed.store import Store
+
+PATIENCE = 180.0  # seconds until a site's process of a run is expected to be there
+TRY = 5.0
+DEADLINE = 600.0  # seconds for a step, unless told
+
+
+class RunController(Controller):  # type: ignore[misc]
+    """Runs what a job says; the run lies in the server's own folder."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        super().__init__()
+        self._job = job
+
+    def start_controller(self, fl_ctx: FLContext) -> None:
+        message.register()
+
+    def stop_controller(self, fl_ctx: FLContext) -> None:
+        pass
+
+    def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        kit = Path(self._engine.get_workspace().get_root_dir())
+        conductor = Conductor(Link(self._engine, abort_signal), self._job, kit)
+        with contextlib.suppress(Paused):
+            conductor.run()
+
+
+class Conductor:
+    """One job of a run: from the first question to the last round, or to a pause."""
+
+    def __init__(self, link: Link, job: Mapping[str, Any], kit: Path):
+        self._link, self._job, self._kit = link, job, kit
+        self._settings = kits.settings(kit)
+        self._folder = Path(self._settings["runs"]) / job["run"]
+        self._started = time.time()
+
+    def run(self) -> None:
+        try:
+            experiment, job = self._meet()
+        except (RunError, UserError) as error:
+            with contextlib.closing(Store(self._folder)) as opened:
+                opened.record.event(0, "failed", str(error))
+                opened.record.set(state="failed")
+            raise
+        state = "stopped"
+        try:
+            state = experiment.resume(self._folder).state
+        finally:
+            self._everybody({"kind": "end", "run": job["run"], "state": state}, 2 * TRY)
+
+    def _meet(self) -> tuple[Remote, dict[str, Any]]:
+        """Ask the sites what they have, tell them what is planned, and learn what they will send."""
+        with contextlib.closing(Store(self._folder)) as opened:
+            known = {site: Facts.of(found) for site, found in opened.record.get("sites", {}).items()}
+            answers = self._arrive({"kind": "describe"})
+            facts = known | {site: _facts(site, told) for site, told in answers.items()}
+            missing = [site for site in self._job["sites"] if site not in facts]
+            if missing:
+                raise RunError(f"Site {missing[0]} did not answer within {PATIENCE:g} seconds.")
+            opened.record.set(sites={site: asdict(found) for site, found in facts.items()})
+        ordered = {site: facts[site] for site in self._job["sites"]}
+        common, model = remote.agree(ordered, self._job["config"]["model"])
+        config = {**self._job["config"], "model": model}
+        job = {**self._job, "config": config, "facts": asdict(common)}
+        begun = self._everybody({"kind": "begin", "job": job}, DEADLINE, list(answers))
+        _check_begun(begun)
+        federation = remote.federation(job["sites"], common, self._public(common))
+        experiment = Remote(config, federation)
+        clients = {site: client for client, site in enumerate(job["sites"])}
+        experiment.sizes = {
+            clients[site]: (told["sizes"].get("train", 0), told["sizes"]["test"]) for site, told in begun.items()
+        }
+        plans = {clients[site]: told["manifest"] for site, told in begun.items()}
+
+        def carrier(runner: Runner, states: States) -> Engine:
+            deadline = float(job.get("deadline") or DEADLINE)
+            return NVFlare(self._link, job["run"], job["sites"], plans, deadline, self._folder, states, self._returned)
+
+        experiment.carrier = carrier
+        return experiment, job
+
+    def _returned(self, site: str) -> bool:
+        return arrived(self._kit, site) > self._started
+
+    def _public(self, common: Facts) -> Any:
+        settings = self._settings
+        return remote.public(settings.get("public"), settings.get("classes"), settings.get("image_size"))
+
+    def _arrive(self, question: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The answers of the sites to the first question, which is put again until a site's process has come up."""
+        end, answers = time.monotonic() + PATIENCE, dict[str, dict[str, Any]]()
+        while len(answers) < len(self._job["sites"]) and time.monotonic() < end:
+            if self._link.aborted:
+                raise Paused("The run was stopped.")
+            rest = [site for site in self._job["sites"] if site not in answers and self._link.echo(site)]
+            answers |= self._everybody(question, PATIENCE, rest)
+            time.sleep(0.2)
+        return answers
+
+    def _everybody(
+        self, question: Mapping[str, Any], timeout: float, sites: list[str] | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """Ask several sites at once; those that do not answer are not in it."""
+        found: dict[str, dict[str, Any]] = {}
+
+        def ask(site: str) -> None:
+            reply = self._link.ask(site, question, {}, timeout)
+            if reply is not None and reply.get_return_code() == ReturnCode.OK:
+                with contextlib.suppress(ValueError):
+                    found[site] = message.unpack(reply)[0]
+
+        chosen = self._job["sites"] if sites is None else sites
+        threads = [threading.Thread(target=ask, args=(site,), daemon=True) for site in chosen]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout)
+        return {site: found[site] for site in chosen if site in found}
+
+
+def _facts(site: str, told: dict[str, Any]) -> Facts:
+    if told.get("code") != "ok":
+        raise RunError(_complaint(site, told))
+    return Facts.of(told)
+
+
+def _check_begun(begun: Mapping[str, Mapping[str, Any]]) -> None:
+    """All sites must have agreed to the run."""
+    unwilling = sorted(site for site, told in begun.items() if told.get("why") == "approval")
+    if unwilling:
+        raise RunError(
+            f"Not approved yet at {', '.join(unwilling)}. What would be sent lies there, in the kit's folder manifests."
+        )
+    for site, told in begun.items():
+        if told["code"] != "ok":
+            raise RunError(_complaint(site, told))
+
+
+def _complaint(site: str, told: Mapping[str, Any]) -> str:
+    """Why a site does not begin, in the server's own words."""
+    return f"Site {site} can't begin ({told.get('type') or told.get('why') or told.get('code')}); its log says more."
