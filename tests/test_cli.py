@@ -496,9 +496,9 @@ COMMANDS = {
     "runs": COMMON,
     "methods": COMMON,
     "data": COMMON | SPLIT | {"--force", "--out", "--seed"},
+    "deploy": {"--help"},
     "report": COMMON | {"--format", "--out"},
     "watch": COMMON | {"--host", "--port", "--no-open"},
-    "deploy": {"--help"},
 }
 DEPLOY = {
     "init": {"--help", "--sites", "--server", "--port"},

@@ -15,7 +15,7 @@ from typing import Any
 from pfed import store
 from pfed.deploy import check_installed, kits, remote
 from pfed.errors import RunError, UserError
-from pfed.record import Record
+from pfed.record import RECORD, Record
 from pfed.result import Result
 
 POLL = 0.5  # seconds
@@ -203,7 +203,7 @@ def _read(run: Path, fact: str) -> Any:
     for _ in range(20):
         with (
             contextlib.suppress(sqlite3.Error),
-            contextlib.closing(Record(run / store.RECORD, readonly=True)) as record,
+            contextlib.closing(Record(run / RECORD, readonly=True)) as record,
         ):
             return record.get(fact)
         time.sleep(0.1)
@@ -211,13 +211,13 @@ def _read(run: Path, fact: str) -> Any:
 
 
 def _round(run: Path) -> int:
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(Record(run / store.RECORD, readonly=True)) as record:
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(Record(run / RECORD, readonly=True)) as record:
         return record.last_round()
     return 0
 
 
 def _last_event(run: Path, kind: str) -> str:
-    with contextlib.closing(Record(run / store.RECORD, readonly=True)) as record:
+    with contextlib.closing(Record(run / RECORD, readonly=True)) as record:
         return next((event["text"] for event in reversed(record.events()) if event["kind"] == kind), "")
 
 
