@@ -25,7 +25,6 @@ test: .venv/ready
 	$(PY) -m pytest -n 2
 
 test-all: .venv/ready
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[deploy]"
 	$(PY) -m pytest -n 2 -m ""
 
 check: .venv/ready

@@ -473,6 +473,7 @@ RUN = {
         "--new-test",
         "--new-test-every",
         "--pretrained",
+        "--ray-address",
         "--representation",
         "--rounds",
         "--seed",

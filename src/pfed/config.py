@@ -95,12 +95,13 @@ class RunOptions(SplitOptions):
     bn: Literal["share", "local-stats", "local-all"] = option(
         "share", "BatchNorm: travels, keeps its statistics at the client (SiloBN), or stays altogether (FedBN)"
     )
-    engine: Literal["serial", "processes", "debug", "nvflare"] = option(
+    engine: Literal["serial", "processes", "ray", "debug", "nvflare"] = option(
         "serial",
-        "what runs the clients: one after another, in parallel (the same results), or to find mistakes"
+        "what runs the clients: one after another, in parallel, on Ray (all the same results), or to find mistakes"
         " (nvflare: 'pfed deploy')",
     )
-    workers: int | None = option(None, "processes of the engine `processes` [one per core]", ge=1)
+    workers: int | None = option(None, "processes of the engines `processes` and `ray` [one per core]", ge=1)
+    ray_address: str | None = option(None, "Ray cluster to join: auto or HOST:PORT [one of this machine, for the run]")
     state_memory: int = option(512, "megabytes of client states in memory; the rest is on disk", ge=0)
     min_clients: int = option(1, "fewer answers than this stop the run", ge=1)
     dropout: float = option(0.0, "chance that a chosen client does not answer in a round", ge=0, lt=1)

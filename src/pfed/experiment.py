@@ -20,6 +20,7 @@ from pfed.client import step_fractions
 from pfed.config import Local, RunOptions
 from pfed.data.base import Dataset, Federation, Samples, class_counts
 from pfed.description import feature_skew, versions
+from pfed.engines import cluster
 from pfed.errors import Paused, RunError, UserError, unknown
 from pfed.method import Method
 from pfed.pool import Pool, Spec
@@ -294,6 +295,7 @@ def _check(method: Method, opts: RunOptions) -> None:
         raise UserError(f"{method.label} does not do {opts.task}; it does {', '.join(sorted(method.tasks))}.")
     tasks.task(opts.task).augment(opts.augment)
     trackers.make(opts.track)
+    cluster.check(opts)
     if opts.task == "detection":
         for name in ("new_test", "external", "representation"):
             if getattr(opts, name) not in ("none", None, False):

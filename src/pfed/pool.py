@@ -70,6 +70,14 @@ class Pool:
         self._lent: list[tuple[int, nn.Module]] = []
         self._steady: dict[tuple[int, tuple[bool, ...]], bool] = {}
 
+    def __reduce__(self) -> tuple[type[Pool], tuple[object, ...]]:
+        return Pool, (self._templates, self._architecture, self._own)  # what is lent or free stays here
+
+    @property
+    def templates(self) -> Sequence[nn.Module]:
+        """One for each architecture: to look at, not to change."""
+        return self._templates
+
     def template(self, client: int) -> nn.Module:
         """The client's model with the run's initial values: to look at, not to change."""
         return self._templates[self._architecture.get(client, 0)]

@@ -30,7 +30,7 @@ from pfed.wire import State
 KEPT = 2  # checkpoints
 STOP = "stop"  # a file by which anyone may ask a run to stop
 PATIENCE = 0.2  # seconds that a lock is tried for: who only looks whether it is held lets go at once
-WAYS = {"engine", "workers", "state_memory", "checkpoint_every", "track"}  # settings that change no result
+WAYS = {"engine", "workers", "ray_address", "state_memory", "checkpoint_every", "track"}  # they change no result
 _LOCKS: set[int] = set()  # descriptors
 
 

@@ -16,9 +16,15 @@ def engine(name: str, runner: Runner, states: States) -> Engine:
     """An engine by name."""
     from pfed.engines.debug import Debug
     from pfed.engines.processes import Processes
+    from pfed.engines.ray import Ray
     from pfed.engines.serial import Serial
 
-    engines: dict[str, Callable[[Runner, States], Engine]] = {"serial": Serial, "processes": Processes, "debug": Debug}
+    engines: dict[str, Callable[[Runner, States], Engine]] = {
+        "serial": Serial,
+        "processes": Processes,
+        "ray": Ray,
+        "debug": Debug,
+    }
     if name == "nvflare":
         raise UserError(
             "run.engine 'nvflare' is for real sites, which 'pfed deploy run' reaches. Got it in a simulation."

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import json
@@ -18,7 +19,6 @@ import os
 import signal
 import sys
 import warnings
-from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -27,12 +27,10 @@ import torch
 
 from pfed import files, machine, wire
 from pfed.engines.base import Call, Failure, Reply, States
+from pfed.engines.parallel import AHEAD, Line, Received, accept, job, work
 from pfed.errors import RunError, UserError
 from pfed.runner import Runner
-from pfed.wire import State
 
-AHEAD = 4  # how many clients per worker may be ahead of the slowest: what bounds the answers that wait for it
-TRIES = 2
 PR_SET_PDEATHSIG = 1
 
 
@@ -82,10 +80,9 @@ class Processes:
             client = line.order[place]
             known = bool(self._idle)
             worker = self._idle.pop() if known else self._fork()
-            job = {"step": call.step, "client": client, "round": call.round, "keeps": call.version is not None}
-            job["call"] = self._calls
             state = self._states.load(client, call.base[client])
-            alive = worker.give(job, shared, wire.encode(dict(call.own[client])), wire.encode(state))
+            own = wire.encode(dict(call.own[client]))
+            alive = worker.give(job(call, self._calls, client), shared, own, wire.encode(state))
             if known and not alive:  # it died while it was idle: not this client's fault
                 self._bury(worker)
                 line.queue.appendleft(place)
@@ -100,11 +97,7 @@ class Processes:
             self._bury(worker)
             return None
         self._idle.append(worker)
-        if "failure" in found:
-            return Failure("error", *found["failure"])
-        if call.version is not None:
-            self._states.save(client, call.version, wire.decode(state))
-        return Reply(wire.decode(payload), found["weight"], found["samples"], found["records"], found["notes"])
+        return accept(call, client, self._states, found, payload, state)
 
     def _fork(self) -> Worker:
         taken = {worker.number for worker in self._workers}
@@ -122,38 +115,6 @@ class Processes:
         self._busy.clear()
         while self._workers:
             self._bury(self._workers[0])
-
-
-class Line:
-    """The clients of a call in their order: who is next, who is to be tried again, who is done."""
-
-    def __init__(self, order: list[int], ahead: int):
-        """Nobody begins who is more than `ahead` places behind one that is not done."""
-        self.order, self._ahead = order, ahead
-        self.queue = deque(range(len(order)))
-        self._open = [True] * len(order)
-        self._tries = [0] * len(order)
-        self._slowest = 0
-
-    @property
-    def over(self) -> bool:
-        return self._slowest == len(self.order)
-
-    def next(self) -> int | None:
-        """The place of the next client that may begin."""
-        return self.queue.popleft() if self.queue and self.queue[0] <= self._slowest + self._ahead else None
-
-    def again(self, place: int) -> bool:
-        """Whether a client gets another try."""
-        self._tries[place] += 1
-        if self._tries[place] < TRIES:
-            self.queue.appendleft(place)
-        return self._tries[place] < TRIES
-
-    def done(self, place: int) -> None:
-        self._open[place] = False
-        while not self.over and not self._open[self._slowest]:
-            self._slowest += 1
 
 
 class Worker:
@@ -264,46 +225,12 @@ def _work(
     gc.freeze()  # what was there before the fork stays shared with the parent
     torch.set_num_threads(1)
     runner.move(machine.device(runner.options.device, number))
-    received = Received(common)
+    received = Received()
     while True:
-        job = json.loads(connection.recv_bytes())
-        found, parts = _do(runner, job, received, inbox)
+        asked = json.loads(connection.recv_bytes())
+        shared, own, state = asked["sizes"]
+        letter = memoryview(inbox.view(own + state))
+        found, parts = work(runner, asked, received, functools.partial(common.view, shared), letter[:own], letter[own:])
         outbox.put(parts)
         sys.stdout.flush()
         connection.send_bytes(json.dumps({**found, "sizes": [len(part) for part in parts]}).encode())
-
-
-class Received:
-    """What a worker has got for all clients of a call: read once, unless a client has changed it in place."""
-
-    def __init__(self, common: Mailbox):
-        self._common = common
-        self._call = 0
-        self._payload: State = {}
-        self._versions: list[int] = []
-
-    def of(self, call: int, size: int) -> State:
-        if call != self._call or self._versions != self._now():
-            self._call, self._payload = call, wire.decode(self._common.view(size))
-            self._versions = self._now()
-        payload: State = wire.copy_tree(self._payload)
-        return payload
-
-    def _now(self) -> list[int]:
-        return [tensor._version for tensor in wire.tensors(self._payload)]
-
-
-def _do(runner: Runner, job: dict[str, Any], received: Received, inbox: Mailbox) -> tuple[dict[str, Any], list[bytes]]:
-    """One step of one client: what is known of it, its payload and its new state."""
-    shared, own, state = job["sizes"]
-    try:
-        letter = memoryview(inbox.view(own + state))
-        payload = {**received.of(job["call"], shared), **wire.decode(letter[:own])}
-        before: State = wire.decode(letter[own:])
-        reply, client = runner(job["step"], job["client"], job["round"], payload, before)
-        parts = [wire.encode(reply.payload), wire.encode(client.state) if job["keeps"] else b""]
-    except Exception as error:
-        failure = Failure.of(error, job["step"])
-        return {"failure": [failure.reason, failure.detail]}, [b"", b""]
-    found = {"weight": reply.weight, "samples": reply.samples, "records": dict(reply.records)}
-    return {**found, "notes": sorted(reply.notes)}, parts
