@@ -95,7 +95,8 @@ MISTAKES = {
     "run fedavg --local.momentum 1": "local.momentum must be < 1. Got 1.0.",
     "run fedavg --seed -1": "run.seed must be >= 0. Got -1.",
     "run fedavg --bn locl": "run.bn must be 'share' or 'local-stats' or 'local-all'. Got 'locl'.",
-    "run fedavg --engine ray2": "run.engine must be 'serial' or 'processes' or 'ray' or 'debug'. Got 'ray2'.",
+    "run fedavg --engine ray2": "run.engine must be 'serial' or 'processes' or 'ray' or 'debug' or 'nvflare'. Got"
+    " 'ray2'.",
     "run fedavg --ray-address auto": "run.ray_address is for engine ray. Got it with run.engine 'serial'.",
     "run fedavg --engine ray --ray-address ray://head": "run.ray_address must be auto or HOST:PORT. Got 'ray://head'.",
     "run fedavg --engine ray --device cuda:1": "run.device must be cpu or cuda with engine ray. Got 'cuda:1'.",

@@ -77,7 +77,7 @@ def assert_equal(one: tuple[Any, Any], two: tuple[Any, Any]) -> None:
 
 def remains(place: Path) -> tuple[list[Path], list[int]]:
     """Files of Ray, and processes that were started since the test began."""
-    return sorted(place.iterdir()), guard.marked(f"TMPDIR={place}")
+    return sorted(place.glob("*ray*")), guard.marked(f"TMPDIR={place}")
 
 
 @dataclass(frozen=True)
