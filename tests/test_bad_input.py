@@ -69,7 +69,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 NO_PACS = (
     "PACS is not here and cannot be fetched: get it from the project page of Li et al., Deeper, Broader and Artier "
-    "Domain Generalization, ICCV 2017, put the file pacs_96px.npz or the folders photo, art_painting, cartoon, sketch "
+    "Domain Generalization, ICCV 2017, put the folders photo, art_painting, cartoon, sketch or the file pacs_96px.npz "
     "into a folder named pacs and set PFED_DATA to the folder above it."
 )
 MISTAKES = {
@@ -139,8 +139,8 @@ MISTAKES = {
     "data get digit": "There is no data set 'digit'. Did you mean 'digits'?",
     "data check digit": "There is no data set 'digit'. Did you mean 'digits'?",
     **{f"{command} pacs": NO_PACS for command in ("run fedavg --data", "data get", "data check", "data show")},
-    "run fedavg --data mnist --image-size 64": (
-        "image_size resizes image files, and mnist comes in 28x28 pixels; leave it out."
+    "run fedavg --normalise imagenet": (
+        "run.normalise 'imagenet' needs colour images. Got samples of shape (1, 8, 8)."
     ),
     "run fedavg --public-in-train true": "run.public_in_train needs run.public > 0. Got 0.",
     "data show": "'pfed data show' takes the name of a data set.",
@@ -173,7 +173,7 @@ MISTAKES = {
 
 
 PARTLY = {
-    "run fedavg --data ./mine.csv": "There is no data set './mine.csv'. Known: cifar10, composite, digits,",
+    "run fedavg --data ./mine.csv": "There is no data set './mine.csv'. Known: cifar10, cifar100,",
     "data shw digits": "Argument action: invalid choice: 'shw' (choose from",
     "run fedavg --model cnn": "cnn",
     "run fedavg --model mlp --head fc9": "'fc9'",

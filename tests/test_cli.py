@@ -20,6 +20,7 @@ import pytest
 import pfed as package
 from pfed import Experiment, cli, progress, registry
 from pfed.data import sources
+from pfed.data.catalog import SOURCES
 from pfed.result import Result
 
 SMALL: tuple[object, ...] = ("--clients", 4, "--rounds", 2, "--model", "mlp")
@@ -403,8 +404,7 @@ def test_data_list_get_check_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     header, _, *rows = good("data", "list").out.splitlines()
     assert header.split() == ["name", "what", "samples", "classes", "download", "here"]
     here = {row.split()[0]: row.split()[-1] for row in rows}
-    others = ("mnist", "fashion-mnist", "cifar10", "usps", "digits-5s", "composite", "voc-clipart", "uodb", "pacs")
-    assert here == {"digits": "yes", **dict.fromkeys(others, "no")}
+    assert here == {name: "yes" if name == "digits" else "no" for name in SOURCES}
     assert re.search(r"by hand +no$", rows[-1])
     listed = good("data", "list", "--json").json
     assert {entry["name"]: "yes" if entry["cached"] else "no" for entry in listed} == here
@@ -472,6 +472,7 @@ RUN = {
         "--model",
         "--new-test",
         "--new-test-every",
+        "--normalise",
         "--pretrained",
         "--ray-address",
         "--representation",

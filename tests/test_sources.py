@@ -23,8 +23,9 @@ from PIL import Image
 from pfed import Experiment
 from pfed.data import formats, sources
 from pfed.data.archives import read_archive
-from pfed.data.catalog import SOURCES, Form, Source
+from pfed.data.catalog import SOURCES
 from pfed.data.fetch import FetchError, File, Package
+from pfed.data.forms import Archive, Form, Source
 from pfed.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -156,22 +157,32 @@ def test_digits_are_embedded() -> None:
     assert (sources.get("digits") / "digits.csv.gz").is_file()
 
 
+CLASSES_OF = {"cifar100": 100, "emnist-letters": 26, "femnist": 62, "pacs": 7, "office-home": 65, "flickr-aes": 5}
+CLASSES_OF |= {"real-cur": 5, "histology": 9, "composite": 9, "voc-clipart": 20, "uodb": 0}
+
+
 def test_the_catalog_is_consistent() -> None:
-    labelled = ["digits", "mnist", "fashion-mnist", "cifar10", "usps", "digits-5s", "pacs"]
-    assert [name for name, source in SOURCES.items() if not source.boxes] == labelled
     assert [name for name, source in SOURCES.items() if source.boxes] == ["composite", "voc-clipart", "uodb"]
     for name, source in SOURCES.items():
         assert source.name == name
         assert source.licence
-        assert len(source.classes) == {"pacs": 7, "composite": 9, "voc-clipart": 20, "uodb": 0}.get(name, 10)
-        assert bool(source.origin) == source.by_hand == (name in ("pacs", "voc-clipart", "uodb"))
-        assert source.resizable == (name == "pacs" or source.boxes)
-        assert len(source.mean) == len(source.std) == (0 if source.parts or source.boxes else source.shape[0])
+        assert len(set(source.classes)) == len(source.classes) == CLASSES_OF.get(name, 10)
+        assert bool(source.origin) == source.by_hand
+        assert len(source.mean) == len(source.std)
+        assert len(source.mean) in (0, source.shape[0])
         assert all(part in SOURCES for part in source.parts)
         assert all(form in source.forms for _, form in source.routes)
-        for file in (file for form in source.forms if isinstance(form, Form) for file in form.files):
+        assert all(not isinstance(form, Archive) for form in source.forms[:-1])  # the originals come first
+        for file in (file for form in source.forms if isinstance(form, Form) for file in form.files if file.digest):
             kind, _, value = file.digest.partition(":")
             assert len(bytes.fromhex(value)) == hashlib.new(kind).digest_size
+
+
+def test_what_is_unpickled_has_a_checksum() -> None:
+    forms = [form for source in SOURCES.values() for form in source.forms if isinstance(form, Form)]
+    pickles = [form for form in forms if "pickle" in form.parse.__name__]
+    assert len(pickles) == 2
+    assert all(file.digest for form in pickles for file in form.files)
 
 
 TOY_X, TOY_Y = RNG.integers(0, 256, (6, 4, 4)), np.array([0, 1, 2, 0, 1, 2])
@@ -433,12 +444,17 @@ def test_pacs_is_read_from_an_archive_or_from_folders(
     assert seen == {key: [grey] for key, grey in SMALL.items()}
     assert sources.load("pacs").x.shape == (12, 3, 96, 96)
     assert sources.get("pacs") == found
-    assert sources.check("pacs") == [
-        "pacs: samples must be 9991. Got 12.",
-        "pacs: labels must be 9991. Got 12.",
-        "pacs: training samples must be 9991. Got 12.",
-        "pacs: classes must be [0, 1, 2, 3, 4, 5, 6]. Got [0, 1, 6].",
-    ]
+    counts = zip(DOMAINS, (1670, 2048, 2344, 3929), strict=True)
+    assert sources.check("pacs") == (
+        [
+            "pacs: samples must be 9991. Got 12.",
+            "pacs: labels must be 9991. Got 12.",
+            "pacs: training samples must be 9991. Got 12.",
+            "pacs: classes must be [0, 1, 2, 3, 4, 5, 6]. Got [0, 1, 6].",
+        ]
+        if place.endswith(".npz")
+        else [f"{found / domain} must hold {count} images. Got 3." for domain, count in counts]
+    )
     assert next(source.cached for source in sources.sources() if source.name == "pacs")
 
 
@@ -533,7 +549,7 @@ def test_a_file_that_is_no_archive(tmp_path: Path, damage: bytes | str) -> None:
 def test_pacs_that_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where to get it is in `test_bad_input`; a folder of its name must hold it."""
     monkeypatch.setenv("PFED_DATA", str(tmp_path))
-    needed = "the file pacs_96px.npz or the folders photo, art_painting, cartoon, sketch"
+    needed = "the folders photo, art_painting, cartoon, sketch or the file pacs_96px.npz"
     with pytest.raises(UserError, match=f"PACS is not here and cannot be fetched: .* put {needed} into a folder"):
         sources.load("pacs")
     tree(tmp_path / "pacs")
@@ -548,11 +564,10 @@ def test_pacs_that_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not next(source.cached for source in sources.sources() if source.name == "pacs")
 
 
-def test_only_image_files_are_resized(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="image_size resizes image files, and digits comes in 8x8 pixels; leave it out"):
-        sources.load("digits", image_size=16)
-    with pytest.raises(UserError, match=r"image_size must be >= 1. Got 0"):
-        sources.load("pacs", archive(tmp_path / "pacs_96px.npz").parent, image_size=0)
+def test_a_size_below_one(tmp_path: Path) -> None:
+    for name in ("digits", "pacs"):
+        with pytest.raises(UserError, match=r"image_size must be >= 1. Got 0"):
+            sources.load(name, archive(tmp_path / "pacs_96px.npz").parent if name == "pacs" else None, image_size=0)
 
 
 network = pytest.mark.skipif(

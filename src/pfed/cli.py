@@ -138,7 +138,7 @@ def _parser() -> Parser:
     known.add_argument("name", nargs="?", metavar="NAME")
     _add_common(known)
     data = command(
-        "data", "list, get, check or show data sets", _data, "pfed data list|get|check|show [NAME] [OPTION…]"
+        "data", "list, get, check or show data sets", _data, "pfed data list|get|check|show [NAME|FOLDER] [OPTION…]"
     )
     data.add_argument("action", choices=["list", "get", "check", "show"])
     data.add_argument("name", nargs="?", metavar="NAME", help="a data set, or your own folder or CSV file")
@@ -482,7 +482,7 @@ def _data(arguments: argparse.Namespace) -> int | None:
             return None
         rows = [
             [
-                *(s.name, s.title, str(s.samples), str(len(s.classes))),
+                *(s.name, s.title, str(s.samples or "–"), str(len(s.classes) or "–")),
                 *("by hand" if s.by_hand else bytes_text(s.size), "yes" if s.cached else "no"),
             ]
             for s in found
@@ -493,6 +493,8 @@ def _data(arguments: argparse.Namespace) -> int | None:
         raise UserError(f"'pfed data {arguments.action}' takes the name of a data set.")
     if arguments.action == "get":
         print(sources.get(arguments.name, force=arguments.force))
+    elif arguments.action == "check" and _is_folder(arguments.name):
+        return _survey(arguments)
     elif arguments.action == "check":
         problems = sources.check(arguments.name)
         print("\n".join(problems) if problems else f"{arguments.name} is fine.")
@@ -500,6 +502,32 @@ def _data(arguments: argparse.Namespace) -> int | None:
     else:
         _show(arguments)
     return None
+
+
+def _is_folder(name: str) -> bool:
+    """Whether a folder is meant: a data set's name comes first, as everywhere."""
+    from pfed.data.catalog import SOURCES
+
+    return name not in SOURCES and (Path(name).expanduser().is_dir() or len(Path(name).parts) > 1)
+
+
+def _survey(arguments: argparse.Namespace) -> int:
+    """What a folder holds of the known data sets."""
+    from pfed.data.survey import bad, survey, text
+
+    findings = survey(arguments.name)
+    if arguments.json:
+        keys = ("there", "missing", "problems")
+        _print_json(
+            [
+                {"name": f.name, "state": f.state, "place": f.place and str(f.place)}
+                | {key: list(getattr(f, key)) for key in keys}
+                for f in findings
+            ]
+        )
+    else:
+        print(text(findings))
+    return 1 if bad(findings) else 0
 
 
 def _show(arguments: argparse.Namespace) -> None:

@@ -71,7 +71,7 @@ class SplitOptions:
     test_fraction: float = option(0.2, "test share where the data have no test split", gt=0, lt=1)
     train_cap: int | None = option(None, "at most so many training samples per client, evenly from its classes", ge=1)
     validation: float = option(0.0, "share of each client's training data kept for validation", ge=0, lt=1)
-    image_size: int | None = option(None, "image files: resized to this many pixels, square", ge=1)
+    image_size: int | None = option(None, "images: resized to this many pixels, square", ge=1)
     label_column: str = option("label", "own CSV file: the column with the class")
     client_column: str | None = option(None, "own CSV file: the column with the client [client, if there is one]")
     public: float = option(0.0, "share of the training data taken out as a common public set", ge=0, lt=1)
@@ -91,7 +91,10 @@ class RunOptions(SplitOptions):
     fraction: float = option(1.0, "share of the clients that take part in a round", gt=0, le=1)
     seed: int = option(0, "the root of all randomness", ge=0)
     local: Local = field(default_factory=Local, metadata={"help": "how a client trains: local.lr, local.epochs, …"})
-    augment: Literal["none", "flip", "crop-flip"] = option("none", "random changes of training images")
+    normalise: Literal["data", "none", "half", "imagenet"] = option(
+        "data", "pixels by the data set's mean and spread, not at all (0 to 1), to -1 to 1, or by ImageNet's"
+    )
+    augment: Literal["none", "flip", "crop-flip", "flip-rotate"] = option("none", "random changes of training images")
     bn: Literal["share", "local-stats", "local-all"] = option(
         "share", "BatchNorm: travels, keeps its statistics at the client (SiloBN), or stays altogether (FedBN)"
     )

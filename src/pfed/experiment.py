@@ -334,7 +334,7 @@ def _check_task(task: str, federation: Federation) -> None:
 def _federation(data: Any, opts: RunOptions) -> Federation:
     from pfed.data import sources, user
     from pfed.data.catalog import SOURCES
-    from pfed.data.federate import federate, with_validation
+    from pfed.data.federate import federate, normalised, with_validation
 
     if isinstance(data, str):
         own = data not in SOURCES and Path(data).exists()
@@ -347,8 +347,7 @@ def _federation(data: Any, opts: RunOptions) -> Federation:
     if isinstance(data, Federation) and opts.validation:
         federation = with_validation(federation, opts.validation, opts.seed)
     if opts.external is not None:
-        size = opts.image_size if sources.find(opts.external).resizable else None
-        outside = sources.load(opts.external, image_size=size)
+        outside = sources.load(opts.external, image_size=opts.image_size)
         if outside.x.shape[1:] != torch.Size(federation.shape):
             raise UserError(
                 f"run.external must have the clients' shape {federation.shape}."
@@ -356,7 +355,7 @@ def _federation(data: Any, opts: RunOptions) -> Federation:
             )
         samples = dataclasses.replace(Samples.of(outside.x, outside.y), mean=outside.mean, std=outside.std)
         federation = dataclasses.replace(federation, external=samples)
-    return federation
+    return normalised(federation, opts.normalise)
 
 
 def _open(path: str, opts: RunOptions) -> Dataset | Federation:

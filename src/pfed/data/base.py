@@ -86,6 +86,7 @@ class Dataset:
     group_classes: tuple[tuple[str, ...], ...] = ()  # of each group, where they differ: what its boxes' classes mean
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()  # what must be said wherever figures on it stand
 
 
 @dataclass(frozen=True, eq=False)

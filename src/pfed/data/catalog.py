@@ -1,4 +1,4 @@
-"""What is known of each data set: content, licence, its files, and the routes to them.
+"""What is known of each data set: content, licence, its files, and the routes to them. More are in `papers`.
 
 What can be fetched has a checksum. The SHA-256 sums of MNIST, Fashion-MNIST and CIFAR-10 are those of the official
 files, unpacked. A package is pinned to a version where its registry keeps versions; in any case nothing is used whose
@@ -7,138 +7,10 @@ content has another sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-
-from pfed.data import formats, scenes, uodb
-from pfed.data.archives import read_archive
-from pfed.data.base import Dataset
-from pfed.data.box_archives import read_boxes_archive
-from pfed.data.boxes import to_dataset
-from pfed.data.fetch import File, Official, Package, Route, locate
-from pfed.data.folders import read_folder
-from pfed.data.pool import Pool
-from pfed.data.styles import STYLES
-
-
-@dataclass(frozen=True)
-class Form:
-    """One set of files that holds a data set, and the parser of their contents in this order."""
-
-    files: tuple[File, ...]
-    parse: Callable[..., formats.Split]
-
-    def __str__(self) -> str:
-        return f"the files {', '.join(file.name for file in self.files)}"
-
-    def lies_in(self, folder: Path) -> bool:
-        return all(locate(folder, file) for file in self.files)
-
-
-@dataclass(frozen=True)
-class Archive:
-    """One .npz file of images, as `read_archive` has it: somebody's own reduction, so it has no checksum."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return f"the file {self.name}"
-
-    def lies_in(self, folder: Path) -> bool:
-        return (folder / self.name).is_file()
-
-    def read(self, folder: Path, image_size: int, mode: str) -> Pool:
-        return read_archive(folder / self.name, image_size, mode)
-
-
-@dataclass(frozen=True)
-class Folders:
-    """The original image files, in folders DOMAIN/CLASS."""
-
-    domains: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"the folders {', '.join(self.domains)}"
-
-    def lies_in(self, folder: Path) -> bool:
-        return all((folder / name).is_dir() for name in self.domains)
-
-    def read(self, folder: Path, image_size: int, mode: str) -> Pool:
-        return read_folder(folder, image_size, mode, among=self.domains)
-
-
-@dataclass(frozen=True)
-class BoxArchives:
-    """An .npz file of images with boxes for each domain, the first so many of them for training."""
-
-    domains: tuple[tuple[str, str, int], ...]  # name, file, training images
-
-    def __str__(self) -> str:
-        return f"the files {', '.join(file for _, file, _ in self.domains)}"
-
-    def lies_in(self, folder: Path) -> bool:
-        return all((folder / file).is_file() for _, file, _ in self.domains)
-
-    def dataset(self, name: str, folder: Path, size: int) -> Dataset:
-        return to_dataset(
-            name, [read_boxes_archive(folder / file, size, n, domain) for domain, file, n in self.domains]
-        )
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """The folders of UODB: all domains that are there."""
-
-    def __str__(self) -> str:
-        return f"folders of UODB ({', '.join(uodb.DOMAINS)})"
-
-    def lies_in(self, folder: Path) -> bool:
-        return bool(uodb.present(folder))
-
-    def dataset(self, name: str, folder: Path, size: int) -> Dataset:
-        return uodb.uodb(folder, size, uodb.present(folder))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A data set that can be had by name."""
-
-    name: str
-    title: str
-    shape: tuple[int, ...]  # of one sample: channels, height, width; of image files, unless another size is asked for
-    classes: tuple[str, ...]
-    train: int  # samples of the official training set; all samples where there is no official split
-    test: int
-    mean: tuple[float, ...]  # per channel, of the training set scaled to [0, 1]
-    std: tuple[float, ...]
-    licence: str
-    domains: tuple[str, ...] = ()  # by which the samples are grouped
-    size: int = 0  # bytes to download
-    forms: tuple[
-        Form | Archive | Folders | BoxArchives | Benchmark, ...
-    ] = ()  # none: the data come with an installed package
-    routes: tuple[tuple[Route, Form], ...] = ()  # tried in this order; none: only from the user's own folder
-    origin: str = ""  # where a user gets what cannot be fetched
-    folders: tuple[str, ...] = ()  # where torchvision and the original archives put the files
-    parts: tuple[str, ...] = ()  # other data sets that it is made of
-    boxes: bool = False  # images with boxes, for detection
-    cached: bool = False  # told by `pfed.data.sources.sources`
-
-    @property
-    def samples(self) -> int:
-        return self.train + self.test
-
-    @property
-    def by_hand(self) -> bool:
-        """It cannot be fetched: the user must put it into a folder."""
-        return bool(self.forms) and not self.routes
-
-    @property
-    def resizable(self) -> bool:
-        """It is read from image files, or made, in any size."""
-        return self.boxes or not all(isinstance(form, Form) for form in self.forms)
-
+from pfed.data import formats, scenes, styles, uodb
+from pfed.data.fetch import File, Official, Package
+from pfed.data.forms import Benchmark, BoxArchives, Form, Source
+from pfed.data.papers import PAPERS
 
 _DIGITS = tuple("0123456789")
 _FASHION = (
@@ -259,8 +131,6 @@ _USPS_TABLE = Form(
 )
 _USPS_OFFICIAL = Official(("https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/",), _USPS_LIBSVM.files)
 
-_PACS_DOMAINS = ("photo", "art_painting", "cartoon", "sketch")
-
 SOURCES = {
     source.name: source
     for source in (
@@ -347,11 +217,9 @@ SOURCES = {
             title="Digits in five styles, made of others",
             shape=(3, 28, 28),
             classes=_DIGITS,
-            domains=STYLES,
+            domains=styles.STYLES,
             train=21437,
             test=4360,
-            mean=(),
-            std=(),
             licence="those of MNIST, USPS and scikit-learn's digits and photographs",
             parts=("mnist", "usps", "digits"),
         ),
@@ -363,8 +231,6 @@ SOURCES = {
             domains=scenes.STYLES,
             train=800,
             test=400,
-            mean=(),
-            std=(),
             licence="those of Fashion-MNIST and scikit-learn's photographs",
             parts=("fashion-mnist",),
             boxes=True,
@@ -377,8 +243,6 @@ SOURCES = {
             domains=("voc", "clipart"),
             train=2000,
             test=1000,
-            mean=(),
-            std=(),
             licence="none stated; cite Everingham et al. (2012) and Inoue et al. (2018)",
             forms=(BoxArchives((("voc", "voc2012_2000_256px.npz", 1500), ("clipart", "clipart1k_256px.npz", 500))),),
             origin="their project pages (as reduced .npz files; for the original files see uodb)",
@@ -390,30 +254,12 @@ SOURCES = {
             shape=(3, 512, 512),
             classes=(),
             domains=uodb.DOMAINS,
-            train=0,
-            test=0,
-            mean=(),
-            std=(),
             licence="those of its eleven data sets",
             forms=(Benchmark(),),
             origin=uodb.ORIGIN,
             folders=(".",),
             boxes=True,
         ),
-        Source(
-            name="pacs",
-            title="PACS",
-            shape=(3, 96, 96),
-            classes=("dog", "elephant", "giraffe", "guitar", "horse", "house", "person"),
-            domains=_PACS_DOMAINS,
-            train=9991,
-            test=0,
-            mean=(0.7633, 0.7438, 0.7150),
-            std=(0.2996, 0.3091, 0.3382),
-            licence="none stated; cite Li et al. (2017)",
-            forms=(Archive("pacs_96px.npz"), Folders(_PACS_DOMAINS)),
-            folders=("kfold",),
-            origin="the project page of Li et al., Deeper, Broader and Artier Domain Generalization, ICCV 2017",
-        ),
+        *PAPERS,
     )
 }

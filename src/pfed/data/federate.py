@@ -32,6 +32,8 @@ OWNER = {
     "shift": "feature",
 }
 
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and spread of its red, green and blue
+
 
 def federate(dataset: Dataset, options: SplitOptions, seed: int) -> Federation:
     """Divide a data set among clients.
@@ -230,7 +232,7 @@ def _name(dataset: Dataset, parts: Parts, client: int) -> str:
 
 
 def _notes(dataset: Dataset, tests: list[Rows], options: SplitOptions) -> tuple[str, ...]:
-    notes = []
+    notes = list(dataset.notes)
     if dataset.test is None:
         notes.append(f"no official test set: {options.test_fraction:.0%} of the samples were set apart for testing")
     if options.public_in_train:
@@ -260,6 +262,28 @@ def describe(federation: Federation) -> dict[str, Any]:
         "external": len(federation.external or ()),
         "notes": list(federation.notes),
     }
+
+
+def normalised(federation: Federation, rule: str) -> Federation:
+    """The same data with the pixels normalised in another way; `data` leaves them as they are."""
+    if rule == "data":
+        return federation
+    channels = federation.shape[0] if len(federation.shape) == 3 else 0
+    if not channels or (rule == "imagenet" and channels != 3):
+        colour = "colour " if rule == "imagenet" else ""
+        raise UserError(f"run.normalise {rule!r} needs {colour}images. Got samples of shape {federation.shape}.")
+    mean, std = {"none": ((), ()), "half": ((0.5,) * channels,) * 2, "imagenet": IMAGENET}[rule]
+
+    def other(samples: Samples) -> Samples:
+        return replace(samples, mean=mean, std=std)
+
+    clients = []
+    for client in federation.clients:
+        held_out = None if client.validation is None else other(client.validation)
+        clients.append(replace(client, train=other(client.train), test=other(client.test), validation=held_out))
+    public = None if federation.public is None else other(federation.public)
+    external = None if federation.external is None else other(federation.external)
+    return replace(federation, clients=tuple(clients), test=other(federation.test), public=public, external=external)
 
 
 def with_validation(federation: Federation, share: float, seed: int) -> Federation:

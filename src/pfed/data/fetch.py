@@ -42,7 +42,10 @@ class FetchError(Exception):
 
 @dataclass(frozen=True)
 class File:
-    """A file as it must be: its name and its checksum, as `sha256:...` or `md5:...`, or how the checksum begins."""
+    """A file as it must be: its name and its checksum, as `sha256:...` or `md5:...`, or how the checksum begins.
+
+    Where nobody published a checksum it is empty; then the file's format and content are all that can be checked.
+    """
 
     name: str
     digest: str
@@ -121,7 +124,7 @@ def fetch(route: Route, files: Collection[File], target: Path, staging: Path) ->
             path = unpacked / file.name
             if not path.is_file():
                 raise FetchError(f"it does not hold {file.name}")
-            if not matches(path, file.digest):
+            if file.digest and not matches(path, file.digest):
                 raise FetchError(f"the checksum of {file.name} differs")
         target.mkdir(parents=True, exist_ok=True)
         for file in files:
@@ -177,7 +180,7 @@ def read(folder: Path, file: File, remedy: str) -> bytes:
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({error}): {remedy}.") from error
     kind, _, expected = file.digest.partition(":")
-    if hashlib.new(kind, content, usedforsecurity=False).hexdigest() != expected:
+    if kind and hashlib.new(kind, content, usedforsecurity=False).hexdigest() != expected:
         raise UserError(f"{path} is damaged or another file, for its checksum is not the known one: {remedy}.")
     return content
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -47,9 +47,15 @@ def read_folder(
     root: Path, image_size: int | None = None, mode: str | None = None, among: Sequence[str] | None = None
 ) -> Pool:
     """All images below a folder, with owners if the outer folders are clients; with `among`, of these clients only."""
-    entries = _scan(root) if among is None else _clients([(name, root / name) for name in among])
+    entries = _scan(root) if among is None else client_entries([(name, root / name) for name in among])
     if not entries:
         raise UserError(f"{root} must hold images as {LAYOUTS}. Got none.")
+    notes = _left_out(root, {entry.path for entry in entries}) if among is None else ()
+    return replace(read_entries(entries, image_size, mode), notes=notes)
+
+
+def read_entries(entries: Sequence[Entry], image_size: int | None = None, mode: str | None = None) -> Pool:
+    """These images in this order."""
     clients = tuple(dict.fromkeys(entry.client for entry in entries if entry.client is not None))
     position = {name: index for index, name in enumerate(clients)}
     return Pool(
@@ -58,7 +64,6 @@ def read_folder(
         test=np.array([entry.test for entry in entries], np.bool_),
         owner=np.array([position.get(entry.client or "", 0) for entry in entries], np.int64),
         clients=clients,
-        notes=_left_out(root, {entry.path for entry in entries}) if among is None else (),
     )
 
 
@@ -75,10 +80,11 @@ def _scan(root: Path) -> list[Entry]:
         )
     if classes:
         return _classes(root, None, test=False)
-    return _clients(clients)
+    return client_entries(clients)
 
 
-def _clients(folders: Sequence[tuple[str, Path]]) -> list[Entry]:
+def client_entries(folders: Sequence[tuple[str, Path]]) -> list[Entry]:
+    """The images of clients, each in a folder of its own."""
     entries = []
     for name, folder in folders:
         own = _splits(folder, name)
@@ -148,6 +154,11 @@ def read_images(paths: Sequence[Path | Packed], image_size: int | None = None, m
 
 
 def _pixels(path: Path | Packed, mode: str, image_size: int | None) -> NDArray[np.uint8]:  # (h, w, c)
+    if isinstance(path, Packed) and not isinstance(path.content, bytes):
+        pixels = path.content.reshape(*path.content.shape[:2], -1)
+        wanted = (*((image_size, image_size) if image_size else pixels.shape[:2]), 3 if mode == "RGB" else 1)
+        if pixels.shape == wanted:
+            return pixels  # Pillow would take ten times as long to say so
     image = open_image(path).convert(mode)
     if image_size is not None:
         image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)

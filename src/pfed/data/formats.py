@@ -42,29 +42,35 @@ def idx_pairs(train_x: bytes, train_y: bytes, test_x: bytes, test_y: bytes) -> S
     return x, y, len(idx(train_y))
 
 
+def emnist_idx(train_x: bytes, train_y: bytes, test_x: bytes, test_y: bytes) -> Split:
+    """EMNIST's letters: as MNIST, but each image lies on its side, and labels count from 1."""
+    x, y, train = idx_pairs(train_x, train_y, test_x, test_y)
+    return np.ascontiguousarray(x.transpose(0, 1, 3, 2)), y - 1, train
+
+
 CIFAR_SHAPE = (3, 32, 32)
 _CIFAR_PIXELS = 3 * 32 * 32
 
 
-def cifar_records(content: bytes) -> tuple[Images, Labels]:
-    """CIFAR-10's binary form: records of one label byte, then the red, green and blue planes."""
-    record = 1 + _CIFAR_PIXELS
+def cifar_records(content: bytes, labels: int = 1) -> tuple[Images, Labels]:
+    """CIFAR's binary form: records of label bytes (CIFAR-100: coarse, fine), then the red, green and blue planes."""
+    record = labels + _CIFAR_PIXELS
     if not content or len(content) % record:
-        raise UserError(f"A CIFAR-10 batch is a multiple of {record} bytes long. Got {len(content)}.")
+        raise UserError(f"A CIFAR batch is a multiple of {record} bytes long. Got {len(content)}.")
     records = np.frombuffer(content, np.uint8).reshape(-1, record)
-    return records[:, 1:].reshape(-1, *CIFAR_SHAPE), records[:, 0].astype(np.int64)
+    return records[:, labels:].reshape(-1, *CIFAR_SHAPE), records[:, labels - 1].astype(np.int64)
 
 
-def cifar_pickle(content: bytes) -> tuple[Images, Labels]:
-    """CIFAR-10's Python form. Only for content whose checksum has matched; what it may build is limited besides."""
+def cifar_pickle(content: bytes, labels: str = "labels") -> tuple[Images, Labels]:
+    """CIFAR's Python form. Only for content whose checksum has matched; what it may build is limited besides."""
     try:
         batch = _BatchUnpickler(io.BytesIO(content), encoding="latin1").load()
-        x, y = np.asarray(batch["data"], np.uint8), np.asarray(batch["labels"], np.int64)
+        x, y = np.asarray(batch["data"], np.uint8), np.asarray(batch[labels], np.int64)
         return x.reshape(len(y), *CIFAR_SHAPE), y
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"A CIFAR-10 batch is a dictionary of data and labels. Got {error!r}.") from error
+        raise UserError(f"A CIFAR batch is a dictionary of data and {labels}. Got {error!r}.") from error
 
 
 class _BatchUnpickler(pickle.Unpickler):
@@ -74,7 +80,7 @@ class _BatchUnpickler(pickle.Unpickler):
         # The files name numpy.core, which NumPy 2 deprecates: an empty array to be filled serves as well.
         known = {"_reconstruct": lambda *_: np.empty(0, np.uint8), "ndarray": np.ndarray, "dtype": np.dtype}
         if name not in known:
-            raise UserError(f"A CIFAR-10 batch holds arrays only. Got {module}.{name}.")
+            raise UserError(f"A CIFAR batch holds arrays only. Got {module}.{name}.")
         return known[name]
 
 
@@ -86,6 +92,16 @@ def cifar_binary_batches(*batches: bytes) -> Split:
 def cifar_pickle_batches(*batches: bytes) -> Split:
     """As `cifar_binary_batches`, for the Python form."""
     return _joined([cifar_pickle(batch) for batch in batches])
+
+
+def cifar100_binary(*files: bytes) -> Split:
+    """CIFAR-100: the training file, then the test file; the fine labels."""
+    return _joined([cifar_records(file, labels=2) for file in files])
+
+
+def cifar100_pickle(*files: bytes) -> Split:
+    """As `cifar100_binary`, for the Python form."""
+    return _joined([cifar_pickle(file, "fine_labels") for file in files])
 
 
 def _joined(parts: list[tuple[Images, Labels]]) -> Split:

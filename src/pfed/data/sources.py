@@ -1,7 +1,8 @@
 """The data sets that pfed knows by name: load them, fetch them, check them.
 
 `load("mnist")` looks in `PFED_DATA/mnist` first, then in the cache, and fetches only what is in neither. What cannot be
-fetched, such as `pacs`, must be below `PFED_DATA`.
+fetched, such as `pacs`, must be below `PFED_DATA`. Of the forms in which a data set may be there, the first that the
+catalog names is taken.
 
 >>> dataset = load("digits")
 >>> dataset.x.shape, len(dataset.classes)
@@ -20,12 +21,14 @@ import numpy as np
 import torch
 
 from pfed.data.base import Dataset
-from pfed.data.catalog import SOURCES, Archive, Benchmark, BoxArchives, Folders, Form, Source
+from pfed.data.catalog import SOURCES
 from pfed.data.fetch import FetchError, cache_folder, fetch_any, locked, read
+from pfed.data.folders import Packed, read_images
 from pfed.data.formats import Split
+from pfed.data.forms import AnyForm, Archive, Benchmark, BoxArchives, Form, Source
 from pfed.data.pool import Pool, to_dataset
 from pfed.data.scenes import composite
-from pfed.data.styles import digits_5s
+from pfed.data.styles import digits_5r, digits_5s, digits_five
 from pfed.errors import UserError, unknown
 
 
@@ -34,8 +37,12 @@ class Place:
     """A folder that holds all files of one form of a data set."""
 
     folder: Path
-    form: Form | Archive | Folders | BoxArchives | Benchmark
+    form: AnyForm
     remedy: str  # what to do when one of its files is bad
+
+    def problems(self) -> list[str]:
+        """What is wrong with its files, as far as that can be seen without reading images."""
+        return self.form.problems(self.folder, self.remedy)
 
 
 def find(name: str) -> Source:
@@ -53,16 +60,13 @@ def sources() -> list[Source]:
 def load(name: str, folder: str | Path | None = None, image_size: int | None = None) -> Dataset:
     """A data set by name, fetched when it is not here; `folder` may hold its original files instead.
 
-    Image files (`pacs`) are resized to `image_size`, square; the other data sets have one size.
+    Images are resized to `image_size`, square, where it is given.
     """
     source = find(name)
     if folder is not None and source.parts:
         raise UserError(
             f"{name} is made of {', '.join(source.parts)}; it has no files of its own. Got {str(folder)!r}."
         )
-    if image_size is not None and not source.resizable:
-        height, width = source.shape[1:]
-        raise UserError(f"image_size resizes image files, and {name} comes in {height}x{width} pixels; leave it out.")
     return _read(source, Path(folder).expanduser() if folder is not None else None, image_size)
 
 
@@ -82,7 +86,7 @@ def get(name: str, force: bool = False) -> Path:
         _dataset(source, place)  # raises where a file is bad
         return place.folder
     place = _in_cache(source)
-    if place is not None and not force and not _problems_of_files(place):
+    if place is not None and not force and not place.problems():
         return place.folder
     return _fetch(source, force=place is not None).folder
 
@@ -90,6 +94,7 @@ def get(name: str, force: bool = False) -> Path:
 def check(name: str) -> list[str]:
     """What is wrong with a data set as it is here, one sentence each; nothing is fetched, and empty means fine."""
     source = find(name)
+    place = None
     if problems := [problem for part in source.parts for problem in check(part)]:
         return problems
     if source.forms:
@@ -101,30 +106,43 @@ def check(name: str) -> list[str]:
             raise _missing(source)
         if place is None:
             return [f"{name} is not here: `pfed data get {name}` fetches it."]
-        problems = _problems_of_files(place)
-        if problems:
+        if problems := place.problems():
             return problems
     try:
-        return _problems_of_content(source, _read(source))
+        return _problems_of_content(source, _read(source), place)
     except UserError as error:
         return [str(error)]
 
 
 def _read(source: Source, folder: Path | None = None, image_size: int | None = None) -> Dataset:
+    if source.boxes and source.parts:
+        return composite(_read(find(source.parts[0])), _photos(), side=image_size or source.shape[1])
     if source.parts:
-        return _made(source, image_size)
+        return _resized(_made(source), image_size)
     if not source.forms:
-        return _from_split(source, _digits())
+        return _resized(_from_split(source, _digits()), image_size)
     place = _complete(source, folder, "put the original file there") if folder is not None else _anywhere(source)
     return _dataset(source, place, image_size)
 
 
-def _made(source: Source, image_size: int | None) -> Dataset:
-    """A data set that is made of others."""
-    photos, parts = _scikit_learn_folder().parent / "images", [_read(find(part)) for part in source.parts]
-    if source.boxes:
-        return composite(parts[0], photos, side=image_size or source.shape[1])
-    return digits_5s(photos, *parts)
+def _made(source: Source) -> Dataset:
+    """Digits of several styles, made of other data sets."""
+    parts = [_read(find(part)) for part in source.parts]
+    if source.name == "digits-5s":
+        return digits_5s(_photos(), *parts)
+    return {"digits-5r": digits_5r, "digits-five": digits_five}[source.name](*parts)
+
+
+def _resized(dataset: Dataset, image_size: int | None) -> Dataset:
+    if image_size is None or dataset.x.shape[2:] == (image_size, image_size):
+        return dataset
+    pixels = dataset.x.permute(0, 2, 3, 1).squeeze(3).numpy()  # (n, h, w) or (n, h, w, 3)
+    images = [Packed(f"Image {index} of {dataset.name}", image) for index, image in enumerate(pixels)]
+    return replace(dataset, x=read_images(images, image_size))
+
+
+def _photos() -> Path:
+    return _scikit_learn_folder().parent / "images"
 
 
 def _anywhere(source: Source) -> Place:
@@ -132,13 +150,18 @@ def _anywhere(source: Source) -> Place:
 
 
 def _dataset(source: Source, place: Place, image_size: int | None = None) -> Dataset:
-    if isinstance(place.form, Form):
-        return _from_split(source, place.form.parse(*(read(place.folder, f, place.remedy) for f in place.form.files)))
-    size = source.shape[1] if image_size is None else image_size
-    if isinstance(place.form, (BoxArchives, Benchmark)):
-        return place.form.dataset(source.name, place.folder, size)
+    form, folder = place.form, place.folder
+    if isinstance(form, Form):
+        split = form.parse(*(read(folder, file, place.remedy) for file in form.files))
+        return _resized(_from_split(source, split), image_size)
+    size = image_size if image_size is not None else form.side if isinstance(form, Archive) else source.shape[1]
+    if isinstance(form, (BoxArchives, Benchmark)):
+        return form.dataset(source.name, folder, size)
     mode = "RGB" if source.shape[0] == 3 else "L"
-    return _from_pool(source, place.form.read(place.folder, size, mode), place)
+    dataset = _from_pool(source, form.read(folder, size, mode), place)
+    if not isinstance(form, Archive):
+        return dataset
+    return replace(dataset, name=f"{source.name} ({form.note})", notes=(f"reduced data ({form.note}): {form.name}",))
 
 
 def _from_split(source: Source, content: Split) -> Dataset:
@@ -159,11 +182,15 @@ def _from_split(source: Source, content: Split) -> Dataset:
 def _from_pool(source: Source, pool: Pool, place: Place) -> Dataset:
     """Image files with the classes and the domains in the catalog's order, whatever theirs is."""
     if source.domains:
-        if not pool.clients or not set(pool.clients) <= set(source.domains):
-            known, found = ", ".join(source.domains), ", ".join(pool.clients)
-            raise UserError(f"The domains in {place.folder} must be among {known}. Got {found or 'none'}.")
-        position = np.array([source.domains.index(name) for name in pool.clients], np.int64)
-        pool = replace(pool, owner=position[pool.owner], clients=source.domains)
+        known = (
+            *source.domains,
+            *(name for name in pool.clients if source.more_domains and name not in source.domains),
+        )
+        if not pool.clients or not set(pool.clients) <= set(known):
+            found = ", ".join(pool.clients) or "none"
+            raise UserError(f"The domains in {place.folder} must be among {', '.join(known)}. Got {found}.")
+        position = np.array([known.index(name) for name in pool.clients], np.int64)
+        pool = replace(pool, owner=position[pool.owner], clients=known)
     dataset = to_dataset(pool, source.classes, source.name)
     return replace(dataset, domains=bool(source.domains), mean=source.mean, std=source.std)
 
@@ -192,10 +219,10 @@ def _is_here(source: Source) -> bool:
 
 
 def _holds(source: Source, folder: Path, remedy: str) -> Place | None:
-    """The first place, in this folder or where the original archives unpack in it, with all files of a form."""
-    for candidate in (folder, *(folder / name for name in source.folders)):
-        for form in source.forms:
-            if form.lies_in(candidate):
+    """The first form that is there in full, in this folder or where the original archives unpack in it."""
+    for form in source.forms:
+        for candidate in (folder, *(folder / name for name in source.folders)):
+            if all(form.parts(candidate).values()):
                 return Place(candidate, form, remedy)
     return None
 
@@ -262,30 +289,25 @@ def _missing(source: Source) -> UserError:
     )
 
 
-def _problems_of_files(place: Place) -> list[str]:
-    problems = []
-    for file in place.form.files if isinstance(place.form, Form) else ():
-        try:
-            read(place.folder, file, place.remedy)
-        except UserError as error:
-            problems.append(str(error))
-    return problems
-
-
-def _problems_of_content(source: Source, data: Dataset) -> list[str]:
+def _problems_of_content(source: Source, data: Dataset, place: Place | None) -> list[str]:
+    form = place.form if place is not None else None
+    known = form if isinstance(form, Archive) else source
     if not source.samples:
         return []  # whatever part of it is there
+    total, side = known.train + known.test, form.side if isinstance(form, Archive) else source.shape[1]
     groups = () if data.groups is None else np.unique(data.groups.numpy()).tolist()
     classes: Any = ("classes", np.unique(data.y.numpy()).tolist(), list(range(len(source.classes))))
     if source.boxes:
         classes = ("classes", list(data.classes), list(source.classes))
+    train = len(data.x if data.train is None else data.train)
     facts = (
-        ("samples", len(data.x), source.samples),
-        ("labels", len(data.y), source.samples),
-        ("training samples", len(data.x if data.train is None else data.train), source.train),
-        ("a sample's shape", tuple(data.x.shape[1:]), source.shape),
+        ("samples", len(data.x), total),
+        ("labels", len(data.y), total),
+        # Lists beside the images may divide what the catalog knows as a whole.
+        ("training samples", train, train if data.test is not None and not known.test else known.train),
+        ("a sample's shape", tuple(data.x.shape[1:]), (source.shape[0], side, side)),
         classes,
-        ("domains", [source.domains[group] for group in groups], list(source.domains)),
+        ("domains", [data.group_names[group] for group in groups], list(source.domains)),
     )
     return [
         f"{source.name}: {what} must be {expected}. Got {found}."

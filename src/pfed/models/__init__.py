@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _PLAIN = (
     "mlp",
     "mlp-femnist",
+    "mlp-fedrep",
     "lenet5",
     "cnn",
     "cnn-fedrep",
@@ -29,11 +30,12 @@ _PLAIN = (
     "alexnet-bn",
 )
 _RESNETS = (*(f"resnet{depth}" for depth in (8, 14, 20, 32, 44, 56, 110)), "resnet8x4", "resnet32x4")
+_LARGE_RESNETS = ("resnet18", "resnet34", "resnet50")
 
 
 def names() -> list[str]:
     """The models built by hand; `timm:NAME` and `torchvision:NAME` are understood as well."""
-    return [*_PLAIN, *_RESNETS]
+    return [*_PLAIN, *_RESNETS, *_LARGE_RESNETS]
 
 
 def build(name: str, *, classes: int, shape: tuple[int, ...], pretrained: bool = False) -> nn.Module:
@@ -52,6 +54,8 @@ def build(name: str, *, classes: int, shape: tuple[int, ...], pretrained: bool =
         return model
     if name in _RESNETS:
         return resnet.small(name, classes, shape)
+    if name in _LARGE_RESNETS:
+        return zoo.resnet_for_small_images(name, classes, shape)
     library, _, inner = name.partition(":")
     if library == "timm" and inner:
         return zoo.from_timm(inner, classes, shape)

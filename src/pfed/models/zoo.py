@@ -1,4 +1,4 @@
-"""Classifiers of timm and torchvision."""
+"""Classifiers of timm and torchvision, as they are or with another stem."""
 
 from __future__ import annotations
 
@@ -37,4 +37,20 @@ def from_torchvision(name: str, classes: int, shape: tuple[int, ...], pretrained
         from pfed.models.weights import load_imagenet
 
         load_imagenet(model, name)
+    return model
+
+
+def resnet_for_small_images(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
+    """`resnet18`, `resnet34` or `resnet50` for CIFAR: a 3x3 stem and no pooling after it, as in CD2-pFed and FedCD.
+
+    With 100 classes `resnet50` has the 23,705,252 parameters of FedCD's Table III.
+    """
+    channels, _, _ = image(name, shape)
+    ensure()
+    import torchvision
+
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes)
+    stem = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
+    model.conv1, model.maxpool = stem, nn.Identity()
     return model

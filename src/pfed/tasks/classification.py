@@ -44,7 +44,7 @@ class Classification:
         return (predictions.argmax(1) == samples.labels).to(torch.uint8)
 
     def augment(self, rule: str) -> Augment | None:
-        change = {"none": None, "flip": flip, "crop-flip": crop_flip}[rule]
+        change = {"none": None, "flip": flip, "crop-flip": crop_flip, "flip-rotate": flip_rotate}[rule]
         return None if change is None else lambda x, y, rng: (change(x, rng), y)
 
 
@@ -63,3 +63,14 @@ def crop_flip(x: Tensor, rng: np.random.Generator, pad: int = 4) -> Tensor:
     columns = left.view(-1, 1, 1) + torch.arange(width).view(1, 1, -1)
     image = torch.arange(len(x)).view(-1, 1, 1)
     return flip(wide.permute(0, 2, 3, 1)[image, rows, columns].permute(0, 3, 1, 2), rng)
+
+
+def flip_rotate(x: Tensor, rng: np.random.Generator, degrees: float = 30) -> Tensor:
+    """Each image mirrored or not, then turned by up to so many degrees: nearest pixels, zeros where none was."""
+    x = flip(x, rng)
+    height, width = x.shape[-2:]
+    angle = torch.from_numpy(np.radians(rng.uniform(-degrees, degrees, len(x)))).to(x)
+    cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
+    rows = (cos, -sin * height / width, zero, sin * width / height, cos, zero)
+    grid = F.affine_grid(torch.stack(rows, 1).view(-1, 2, 3), list(x.shape), align_corners=False)
+    return F.grid_sample(x, grid, mode="nearest", padding_mode="zeros", align_corners=False)
