@@ -466,6 +466,7 @@ RUN = {
         "--dropout",
         "--engine",
         "--eval-every",
+        "--eval-last",
     ),
     *("--eval-point", "--exact-shortcuts", "--external", "--fraction", "--head", "--keep-optimizer", "--min-clients"),
     *(
@@ -501,6 +502,7 @@ COMMANDS = {
     "deploy": {"--help"},
     "report": COMMON | {"--format", "--out"},
     "watch": COMMON | {"--host", "--port", "--no-open"},
+    "reproduce": COMMON | {"--scale", "--methods", "--seeds", "--seed", "--out", "--engine", "--workers", "--device"},
 }
 DEPLOY = {
     "init": {"--help", "--sites", "--server", "--port"},

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from pfed import config, options
 from pfed.errors import RunError, UserError, unknown
+from pfed.reproduce import command as reproduce
 
 _NEEDS = {
     "public": "public data",
@@ -85,7 +86,7 @@ def _parser() -> Parser:
 
     parser = Parser(prog="pfed", description="Personalized federated learning.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"pfed {pfed.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND [OPTION]")
 
     def command(
         name: str, help: str, run: Callable[[argparse.Namespace], int | None], usage: str | None = None
@@ -165,6 +166,14 @@ def _parser() -> Parser:
     live.add_argument("--no-open", action="store_true", help="print the address only, start no browser")
     live.add_argument("--no_open", action="store_true", help=argparse.SUPPRESS)
     _add_common(live)
+    tables = command(
+        "reproduce",
+        "make a table of a paper again, or list them",
+        reproduce.run,
+        "pfed reproduce list | page FOLDER | TABLE|FILE.toml [OPTION…]",
+    )
+    reproduce.add(tables)
+    _add_common(tables)
     return parser
 
 
@@ -320,7 +329,7 @@ def finish(result: Any, arguments: argparse.Namespace) -> None:
 
 def _compare(arguments: argparse.Namespace) -> None:
     values = _settings(arguments, arguments.methods, {})
-    seeds = _seeds(arguments.seeds, values.pop("seed", 0))
+    seeds = options.seeds(arguments.seeds, values.pop("seed", 0))
 
     from pfed.comparison import compare
 
@@ -338,7 +347,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 def _tune(arguments: argparse.Namespace) -> None:
     values = _settings(arguments, arguments.methods, {})
-    seeds = _seeds(arguments.seeds, values.pop("seed", 0))
+    seeds = options.seeds(arguments.seeds, values.pop("seed", 0))
     hyper = values.pop("hyper")
     if not arguments.least.isdecimal():
         raise UserError(f"--least must be a whole number >= 1. Got {arguments.least!r}.")
@@ -385,13 +394,6 @@ def _tries(pairs: Sequence[str], method: str) -> dict[str, list[Any]]:
         values = [options.parse(defined[name], name, part, shown) for part in text.split(",")]
         found[f"local.{name}" if owner == "local" else name] = values
     return found
-
-
-def _seeds(text: str, first: int) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts) or (len(parts) == 1 and not int(text)):
-        raise UserError(f"--seeds must be how many, or a list as in 0,1,2. Got {text!r}.")
-    return [int(part) for part in parts] if len(parts) > 1 else [first + i for i in range(int(text))]
 
 
 def _resume(arguments: argparse.Namespace) -> None:

@@ -115,6 +115,7 @@ class RunOptions(SplitOptions):
         "post_download", "judge the newest shared part with the own private part, or the model right after training"
     )
     eval_every: int = option(1, "evaluate every so many rounds, and at the end (0: only at the end)", ge=0)
+    eval_last: int = option(0, "evaluate also in each of the last so many rounds", ge=0)
     select: Literal["last", "mean_last_10", "validation", "best_mean_round", "best_per_client"] = option(
         "last", "which round is reported (best_*: chosen on test data, as some papers do)"
     )

@@ -168,3 +168,11 @@ def make(cls: type[T], values: Mapping[str, Any], name: str | None = None) -> T:
         if key not in fields:
             raise unknown(f"option of {name or cls.__name__}", key, fields)
     return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+
+
+def seeds(text: str, first: int) -> list[int]:
+    """The seeds that `--seeds` means: so many from the first on, or a list of them."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts) or (len(parts) == 1 and not int(text)):
+        raise UserError(f"--seeds must be how many, or a list as in 0,1,2. Got {text!r}.")
+    return [int(part) for part in parts] if len(parts) > 1 else [first + i for i in range(int(text))]

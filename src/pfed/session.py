@@ -139,8 +139,9 @@ class Session:
         return sorted(int(client) for client in draw[:size])
 
     def _judges(self, t: int) -> bool:
-        every = self.options.eval_every
-        return t == self.last or (0 < t <= self.options.rounds and every > 0 and t % every == 0)
+        every, rounds = self.options.eval_every, self.options.rounds
+        in_turn = (every > 0 and t % every == 0) or t > rounds - self.options.eval_last
+        return t == self.last or (0 < t <= rounds and in_turn)
 
     def _saves(self, t: int) -> bool:
         every = self.options.checkpoint_every

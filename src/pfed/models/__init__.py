@@ -29,12 +29,13 @@ _PLAIN = (
     "digits-cnn",
     "alexnet-bn",
 )
+PROJECTED = "+projector"  # NAME+projector: DualFed's projector between the model NAME and its head
 _RESNETS = (*(f"resnet{depth}" for depth in (8, 14, 20, 32, 44, 56, 110)), "resnet8x4", "resnet32x4")
 _LARGE_RESNETS = ("resnet18", "resnet34", "resnet50")
 
 
 def names() -> list[str]:
-    """The models built by hand; `timm:NAME` and `torchvision:NAME` are understood as well."""
+    """The models built by hand; `timm:NAME`, `torchvision:NAME` and `NAME+projector` are understood as well."""
     return [*_PLAIN, *_RESNETS, *_LARGE_RESNETS]
 
 
@@ -49,6 +50,10 @@ def build(name: str, *, classes: int, shape: tuple[int, ...], pretrained: bool =
         raise UserError(f"A model must have at least 1 class. Got {classes}.")
     if pretrained and not name.startswith("torchvision:"):
         raise UserError(f"ImageNet weights are there for torchvision:NAME models only. Got model {name!r}.")
+    if name.endswith(PROJECTED):
+        from pfed.models.projected import projected
+
+        return projected(build(name.removesuffix(PROJECTED), classes=classes, shape=shape, pretrained=pretrained))
     if name in _PLAIN:
         model: nn.Module = getattr(plain, name.replace("-", "_"))(classes, shape)
         return model
@@ -65,7 +70,11 @@ def build(name: str, *, classes: int, shape: tuple[int, ...], pretrained: bool =
         return build_detector(name, classes, shape)
     if library == "torchvision" and inner:
         return zoo.from_torchvision(inner, classes, shape, pretrained)
-    raise unknown("model", name, [*names(), "timm:NAME", "torchvision:NAME", "fcos:BACKBONE", "fasterrcnn:BACKBONE"])
+    raise unknown(
+        "model",
+        name,
+        [*names(), "timm:NAME", "torchvision:NAME", "NAME+projector", "fcos:BACKBONE", "fasterrcnn:BACKBONE"],
+    )
 
 
 def default(shape: tuple[int, ...], task: str = "classification") -> str:

@@ -39,18 +39,32 @@ class Preset:
 
 
 def names() -> list[str]:
-    """The presets of the package."""
-    return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.toml"))
+    """The presets of the package: the papers' tables, each also in its reduced form, and others."""
+    from pfed.reproduce import paper
+
+    tables = [name + ending for name in paper.names() for ending in ("", paper.SMALL)]
+    return sorted([*others(), *tables])
+
+
+def others() -> list[str]:
+    """Those that are no tables of papers."""
+    found = [path.relative_to(FOLDER).with_suffix("") for path in FOLDER.rglob("*.toml")]
+    return sorted(path.as_posix() for path in found if path.parts[0] != "papers")
 
 
 def load(name: str | Path) -> Preset:
     """A preset of the package by name, or a file (.toml)."""
+    from pfed.reproduce import paper
+
     path = Path(name) if str(name).endswith(".toml") else FOLDER / f"{name}.toml"
-    if not path.is_file():
-        if str(name).endswith(".toml"):
-            raise UserError(f"There is no preset file {str(name)!r}.")
+    if path.is_file():
+        return checked(read_toml(path), f"the preset {str(name)!r}")
+    if str(name).endswith(".toml"):
+        raise UserError(f"There is no preset file {str(name)!r}.")
+    table = str(name).removesuffix(paper.SMALL)
+    if table not in paper.names():
         raise unknown("preset", str(name), names())
-    return _checked(read_toml(path), str(name))
+    return paper.load(table, "full" if table == name else "small").preset()
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -63,17 +77,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"The file {str(path)!r} is not TOML: {error}.") from error
 
 
-def _checked(values: dict[str, Any], name: str) -> Preset:
+def checked(values: dict[str, Any], where: str) -> Preset:
+    """A preset from what a file says, if that has the form of one; `where` names it in errors."""
     for key in values:
         if key not in ("about", "run", "methods"):
-            raise unknown(f"table of the preset {name!r}", key, ("about", "run", "methods"))
+            raise unknown(f"table of {where}", key, ("about", "run", "methods"))
     run, methods = values.get("run", {}), values.get("methods", {})
     if not all(isinstance(table, dict) for table in [run, methods, *methods.values()]):
-        raise UserError(f"run and methods of the preset {name!r} must be tables.")
+        raise UserError(f"run and methods of {where} must be tables.")
     for method, own in methods.items():
         for key, table in own.items():
             if key not in ("local", "hyper") or not isinstance(table, dict):
-                raise UserError(f"methods.{method} of the preset {name!r} must have tables local and hyper. Got {key}.")
+                raise UserError(f"methods.{method} of {where} must have tables local and hyper. Got {key}.")
     return Preset(values.get("about", ""), run, methods)
 
 

@@ -15,15 +15,20 @@ from pathlib import Path
 from pfed.errors import UserError, unknown
 from pfed.report import page
 from pfed.report.figures import FORMATS, save
+from pfed.report.markup import Html
+from pfed.report.page import tables
 from pfed.result import Result
 
-__all__ = ["export", "write"]
+__all__ = ["export", "tables", "write"]
 
 
-def write(results: Sequence[Result], out: Path | str) -> Path:
-    """Write one self-contained HTML file about these runs; it needs no network, and can be read without its script."""
+def write(results: Sequence[Result], out: Path | str, first: Sequence[Html] = ()) -> Path:
+    """Write one self-contained HTML file about these runs; it needs no network, and can be read without its script.
+
+    What is `first` stands before all else.
+    """
     out = Path(out)
-    text = page.render(_some(results))
+    text = page.render(_some(results), first)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         # A file name of a client need not be valid Unicode, and must not cost the report.

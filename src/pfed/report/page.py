@@ -21,8 +21,8 @@ THEME = """<p class="theme" hidden><label>Colours <select>
 <option value="">as the system</option><option>light</option><option>dark</option></select></label></p>"""
 
 
-def render(results: Sequence[Result]) -> str:
-    """The whole page about one or more runs."""
+def render(results: Sequence[Result], first: Sequence[Html] = ()) -> str:
+    """The whole page about one or more runs; what is `first` stands before all else."""
     described = [result for result in results if result.clients]
     title = f"{', '.join(numbers.by_method(described)) or 'no method'} on {_data(described)}"
     style, script = (_resource(name) for name in ("style.css", "script.js"))
@@ -37,7 +37,7 @@ def render(results: Sequence[Result]) -> str:
         tag("title", f"pfed: {title}"),
         tag("style", Html(style)),
     ]
-    main = tag("main", tag("h1", title), *body(results))
+    main = tag("main", tag("h1", title), *first, *body(results))
     whole = tag("body", Html(THEME), main, tag("script", Html(script)))
     return f"<!doctype html>\n{tag('html', tag('head', join(head)), whole, lang='en')}\n"
 
@@ -83,6 +83,14 @@ def _part(part: Html | Sequence[Figure]) -> Html:
     if isinstance(part, Html):
         return part
     return tag("div", *(markup.figure(figure.inline(), figure.caption) for figure in part), class_="charts")
+
+
+def tables(
+    head: Sequence[str], shown: Sequence[tuple[Sequence[str], Sequence[Sequence[str]]]], foot: Sequence[str]
+) -> list[Html]:
+    """Tables (header, rows) between paragraphs, to stand before a report."""
+    middle = [table(header, rows) for header, rows in shown]
+    return [*(tag("p", text) for text in head), *middle, *(tag("p", text, class_="soft") for text in foot)]
 
 
 def _data(results: Sequence[Result]) -> str:

@@ -1,0 +1,1 @@
+"""The papers' tables: what they say, what comes out here, and the difference."""

@@ -1,0 +1,276 @@
+"""The runs of a table: one for each method and seed, kept as a JSON file when it is finished and not run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pfed import config as options_of
+from pfed.errors import UserError, unknown
+from pfed.reproduce.paper import Row, Table, load
+
+if TYPE_CHECKING:
+    from pfed.data.base import Federation
+    from pfed.experiment import Experiment
+    from pfed.result import Result
+
+CELLS, RUNS = "cells", "runs"
+
+
+@dataclass
+class Cell:
+    """A run that one or several places of the table are taken from."""
+
+    name: str
+    seed: int
+    settings: Mapping[str, Any]
+    rows: list[str] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return f"{self.rows[0]}, seed {self.seed}" if len(self.rows) == 1 else f"{self.name} ({len(self.rows)} rows)"
+
+
+def chosen(table: Table, methods: Sequence[str] | None) -> list[Row]:
+    """The rows of these names or methods, in the table's order; all of them where none are given."""
+    if not methods:
+        return list(table.rows.values())
+    known = [name for row in table.rows.values() for name in (row.name, row.method)]
+    wanted = set()
+    for name in methods:
+        found = [k for k in known if k == name] or [k for k in known if k.lower() == name.lower()]
+        if not found:
+            raise unknown(f"row or method of {table.name}", name, known)
+        wanted |= set(found)
+    return [row for row in table.rows.values() if {row.name, row.method} & wanted]
+
+
+def plan(table: Table, rows: Sequence[Row], seeds: Sequence[int]) -> list[Cell]:
+    """The runs that these rows need; places with the same settings share one. What is fine-tuned comes last."""
+    found: dict[str, Cell] = {}
+    taken: set[str] = set()
+    for seed in seeds:
+        for row in table.rows.values():  # all of them, so that a cell has one name whatever rows are asked for
+            for column in table.columns.values():
+                settings = {**table.settings(row, column), "seed": seed}
+                key = json.dumps(settings, sort_keys=True)
+                if key not in found:
+                    place = f"{row.name}-{column.name}" if table.by_column else row.name
+                    found[key] = Cell(_free(f"{_slug(place)}-s{seed}", taken), seed, settings)
+                cell = found[key]
+                cell.rows += [row.name] * (row.name not in cell.rows)
+                cell.columns += [column.name] * (column.name not in cell.columns)
+    names = {row.name for row in rows}
+    asked = [cell for cell in found.values() if names & set(cell.rows)]
+    return sorted(asked, key=lambda cell: (cell.seed, cell.settings["method"].endswith("+ft")))
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """The name, or one with a number before it, where names differ in signs or capitals only."""
+    number = 2
+    free = name
+    while free in taken:
+        free, number = f"{number}-{name}", number + 1
+    taken.add(free)
+    return free
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9+]+", "-", text.lower()).strip("-")
+
+
+@dataclass
+class Bench:
+    """Where the cells of a table are run and kept."""
+
+    table: Table
+    folder: Path
+    runs: Path
+    ways: Mapping[str, Any]  # engine, workers, device
+
+    def all(self, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
+        """Run the cells that are not finished. Mistakes in the settings of any show before the first begins."""
+        before: Experiment | None = None
+        waiting = [cell for cell in cells if self.kept(cell) is None]
+        for cell in waiting:
+            self._experiment(cell)
+        say(f"{self.table.label}: {len(cells) - len(waiting)} of {len(cells)} runs are there already.")
+        for number, cell in enumerate(waiting, 1):
+            say(f"{cell.title}: {number} of {len(waiting)}")
+            experiment = self._experiment(cell)
+            if before is not None and _division(before) == _division(experiment):
+                experiment.adopt(before.federation())
+            self._keep(cell, experiment, self._run(cell, experiment))
+            before = experiment
+
+    def kept(self, cell: Cell) -> dict[str, Any] | None:
+        """What is kept of a finished cell; one of other settings is an error."""
+        path = self.path(cell)
+        if not path.is_file():
+            return None
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            settings = found["settings"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{str(path)!r} can't be read as a finished run: delete it to run it again.") from error
+        for key in sorted({*settings, *cell.settings}):
+            if settings.get(key) != json.loads(json.dumps(cell.settings.get(key))):
+                raise UserError(
+                    f"{str(path)!r} is of other settings: {key} is {settings.get(key)}, not {cell.settings.get(key)}."
+                    " Delete it, or take another folder with --out."
+                )
+        return found
+
+    def seeds(self) -> list[int]:
+        """Those of all finished cells."""
+        found = [path.stem.rpartition("-s")[2] for path in (self.folder / CELLS).glob("*-s*.json")]
+        return sorted({int(seed) for seed in found if seed.isdecimal()})
+
+    def path(self, cell: Cell) -> Path:
+        return self.folder / CELLS / f"{cell.name}.json"
+
+    def results(self, cells: Sequence[Cell]) -> Iterator[Result]:
+        """The finished runs whose folders are still there, under the names of their rows."""
+        from pfed.result import Result
+
+        for cell in cells:
+            kept = self.kept(cell)
+            folder = self.runs / cell.name / kept["result"]["run"] if kept else None
+            if folder is not None and folder.is_dir():
+                result = Result.load(folder)
+                if result.method != "local" and len(cell.rows) == 1:
+                    result.method = cell.rows[0]
+                yield result
+
+    def _figures(self, cell: Cell) -> set[str]:
+        shown = {self.table.columns[name].figure for name in cell.columns}
+        return shown.union(*(self.table.rows[name].figure.values() for name in cell.rows))
+
+    def _experiment(self, cell: Cell) -> Experiment:
+        from pfed.data import sources
+        from pfed.experiment import Experiment
+
+        data = str(cell.settings.get("data", "digits"))
+        if not Path(data).exists():
+            sources.find(data)
+        return Experiment.from_config({**cell.settings, **self.ways})
+
+    def _run(self, cell: Cell, experiment: Experiment) -> Result:
+        """Go on with the cell's run where it was stopped, or with its base run's end, or from the start."""
+        from pfed import branch, store
+
+        runs, config = self.runs / cell.name, experiment.config()
+        for folder in store.folders(runs):
+            store.mend(folder)
+        if (found := store.same(runs, config)) is not None:
+            return experiment.resume(found)
+        for base in sorted(self.runs.iterdir()) if self.runs.is_dir() else ():
+            if (found := branch.finished(base, config)) is not None:
+                return branch.finetune(experiment, found, runs)
+        return experiment.run(runs)
+
+    def _keep(self, cell: Cell, experiment: Experiment, result: Result) -> None:
+        """Write the cell's file: whole, or not at all."""
+        import pfed
+        from pfed import costs
+
+        found = {
+            "table": self.table.source,
+            "scale": self.table.scale,
+            "rows": cell.rows,
+            "columns": cell.columns,
+            "command": command(self.table, cell),
+            "version": pfed.__version__,
+            "commit": commit(),
+            "versions": result.versions,
+            "processor": _processor(),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "seconds": result.seconds,
+            "chance": chance(experiment.federation()),
+            "counted": costs.counted(experiment, self._figures(cell)),
+            "notes": result.notes(),
+            "settings": cell.settings,
+            "result": result.json(),
+            "curve": costs.curve(result),
+        }
+        path = self.path(cell)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError as error:
+            raise UserError(f"{str(path)!r} can't be written: {error.strerror}.") from error
+
+
+def table_of(folder: Path) -> Table:
+    """The table whose finished cells lie in a folder."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            name, scale = found["table"], found["scale"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{str(path)!r} can't be read as a finished run.") from error
+        return load(name, scale)
+    raise UserError(f"There are no finished runs in {str(folder)!r}.")
+
+
+def command(table: Table, cell: Cell) -> str:
+    """What makes this cell again."""
+    row = shlex.quote(cell.rows[0])
+    return f"pfed reproduce {table.source} --scale {table.scale} --methods {row} --seeds 1 --seed {cell.seed}"
+
+
+def chance(federation: Federation) -> float:
+    """The mean score of clients that always name the most frequent class of their training data, or find nothing."""
+    found = []
+    for client in federation.clients:
+        if client.train.boxes is not None:
+            return 0.0
+        if len(client.test):
+            most = client.train.labels.bincount().argmax()
+            found.append(float((client.test.labels == most).double().mean()))
+    return sum(found) / max(1, len(found))
+
+
+def _division(experiment: Experiment) -> dict[str, Any]:
+    """The settings that decide what each client has."""
+    names = {f.name for f in fields(options_of.SplitOptions)} | {"data", "external", "seed", "task"}
+    return {key: value for key, value in experiment.config().items() if key in names}
+
+
+def commit() -> str | None:
+    """The commit of the sources, with + where they were changed; None where they are in no repository."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    head, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no", "--", "..")
+    return None if head is None else head + ("+" if changed else "")
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
