@@ -153,6 +153,37 @@ def test_runs_are_chosen_and_compared(tmp_path: Path, visit: Visit) -> None:
     expect(page.locator("#report")).to_be_empty()
 
 
+def test_a_live_redraw_keeps_what_someone_has_done(tmp_path: Path, visit: Visit) -> None:
+    """Tables stay sorted as they were, the target stays where it was put, though a round has come in."""
+    for created, method in enumerate(("local", "fedavg")):
+        config = {"method": method, "data": "digits", "rounds": 2, "seed": 3, "select": "last"}
+        finished(tmp_path / method, 2, config=config, method=method, created=created + 1.0)
+    config = {"method": "ditto", "data": "digits", "rounds": 9, "seed": 3, "select": "last"}
+    with begun(tmp_path / "ditto", 9, config=config, method="ditto", created=3.0) as opened:
+        add(opened, 1, 0.4)
+        page = visit(tmp_path, "local", "fedavg", "ditto")
+        table = page.locator("#report table").first
+        header = table.get_by_role("columnheader", name="method")
+        header.get_by_role("button").click()
+        header.get_by_role("button").click()
+        expect(header).to_have_attribute("aria-sort", "descending")
+        methods = table.locator("tbody tr td:first-child, tbody tr th:first-child")
+        expect(methods).to_have_text(["local", "fedavg", "ditto"])
+        slider = page.get_by_role("slider", name="Target accuracy")
+        slider.focus()
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowRight")
+        put = slider.input_value()
+        rounds = table.get_by_role("row", name="ditto")
+        before = rounds.inner_text()
+        add(opened, 2, 0.7)
+        expect(rounds).not_to_have_text(before, use_inner_text=True)
+        expect(header).to_have_attribute("aria-sort", "descending")
+        expect(methods).to_have_text(["local", "fedavg", "ditto"])
+        assert slider.input_value() == put
+        expect(slider).to_be_focused()
+
+
 def test_many_runs_can_be_searched(tmp_path: Path, visit: Visit) -> None:
     for number in range(12):
         finished(tmp_path / f"run-{number}", 1, created=float(number))
