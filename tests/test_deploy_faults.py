@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -26,7 +27,8 @@ from deploy_helpers import (
     write_data,
 )
 
-from pfed import Result, Tensors
+from pfed import Result, Tensors, store
+from pfed.deploy import jobs
 from pfed.deploy.controller import Conductor
 from pfed.engines import nvflare
 from pfed.errors import Paused, RunError
@@ -219,6 +221,34 @@ def test_sites_that_know_of_a_stop_before_the_server_have_not_failed(
         again(root, link, run, Conductor)
     result = Result.load(root / "runs" / run)
     assert (result.state, result.rounds[-1]["round"]) == ("stopped", 1)
+
+
+def test_a_run_that_is_asked_to_stop_is_not_sent_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By 'pfed stop' or the live page; whoever follows the run ends, too, and can go on later."""
+    link, run, sent = near(root), plan(root, FEDREP), list[str]()
+    folder = root / "runs" / run
+
+    def send(*of: Any) -> None:
+        sent.append("job")
+        with contextlib.suppress(KeyboardInterrupt):
+            again(root, link, run, Conductor)
+
+    def change(site: str, told: dict[str, Any], payload: Payload) -> Changed:
+        if told["round"] == 1:
+            store.ask_to_stop(folder, "'pfed stop'")
+        return told, payload
+
+    link.change = change
+    monkeypatch.setattr(jobs, "_send", send)
+    with pytest.raises(KeyboardInterrupt, match=f"Stopped after round 1; go on with --resume {run}"):
+        jobs.follow(root, folder, print)
+    assert sent == ["job"]
+    assert (Result.load(folder).state, events(Result.load(folder))[-1][2:]) == (
+        "stopped",
+        ("stopped", "'pfed stop' asked for it."),
+    )
+    link.change = None
+    assert jobs.follow(root, folder, print).state == "complete"
 
 
 def test_too_few_sites_stop_the_run_with_its_checkpoint_good(root: Path) -> None:

@@ -45,7 +45,7 @@ class RunController(Controller):  # type: ignore[misc]
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         kit = Path(self._engine.get_workspace().get_root_dir())
         conductor = Conductor(Link(self._engine, abort_signal), self._job, kit)
-        with contextlib.suppress(Paused):
+        with contextlib.suppress(Paused, KeyboardInterrupt):  # a stop that was asked for; the record tells
             conductor.run()
 
 

@@ -53,6 +53,7 @@ def follow(folder: Path, run: Path, tell: Tell) -> Result:
         raise UserError(f"Run {run.name!r} is not one of a federation.")
     idle, done = 0, _round(run)
     while idle < IDLE:
+        asked = _events(run, "stopped")
         try:
             _send(folder, run, job, tell)
         except (RunError, UserError):
@@ -63,8 +64,8 @@ def follow(folder: Path, run: Path, tell: Tell) -> Result:
         if state == "complete":
             return Result.load(run)
         if state == "failed":
-            raise RunError(_last_event(run, "failed"))
-        if (folder / "server" / STOPPED).exists():
+            raise RunError(_events(run, "failed")[-1])
+        if (folder / "server" / STOPPED).exists() or len(_events(run, "stopped")) > len(asked):
             raise KeyboardInterrupt(f"Stopped after round {_round(run)}; go on with --resume {run.name}.")
         idle, done = (0, _round(run)) if _round(run) > done else (idle + 1, done)
         tell(f"{run.name}: goes on after round {_round(run)}{_why(run)}")
@@ -216,14 +217,15 @@ def _round(run: Path) -> int:
     return 0
 
 
-def _last_event(run: Path, kind: str) -> str:
+def _events(run: Path, kind: str) -> list[str]:
+    """What the record says of events of a kind."""
     with contextlib.closing(Record(run / RECORD, readonly=True)) as record:
-        return next((event["text"] for event in reversed(record.events()) if event["kind"] == kind), "")
+        return [event["text"] for event in record.events() if event["kind"] == kind]
 
 
 def _why(run: Path) -> str:
-    said = _last_event(run, "paused")
-    return f": {said}" if said else ""
+    said = _events(run, "paused")
+    return f": {said[-1]}" if said else ""
 
 
 @contextlib.contextmanager
