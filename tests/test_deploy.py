@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import zipfile
 from pathlib import Path
 
@@ -26,8 +28,9 @@ def test_two_sites_and_two_rounds_with_certificates(tmp_path: Path, monkeypatch:
     from deploy_processes import Federation
 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    write_data(tmp_path, ("alba", "bonn"), each=20, public=10)
-    made = Federation(tmp_path, ("alba", "bonn"))
+    place = tmp_path / "a folder's name may have spaces"
+    write_data(place, ("alba", "bonn"), each=20, public=10)
+    made = Federation(place, ("alba", "bonn"))
     try:
         made.start()
         result = made.run({"method": "fedrep", "hyper": {"head_epochs": 1}})
@@ -35,7 +38,7 @@ def test_two_sites_and_two_rounds_with_certificates(tmp_path: Path, monkeypatch:
         made.stop()
     assert made.left() == []
     assert result.state == "complete"
-    assert result.series == simulate(tmp_path, {"method": "fedrep", "hyper": {"head_epochs": 1}})[0].series
+    assert result.series == simulate(place, {"method": "fedrep", "hyper": {"head_epochs": 1}})[0].series
     assert [row["name"] for row in result.clients] == ["alba", "bonn"]
     assert result.engine == "nvflare"
 
@@ -145,6 +148,29 @@ def test_only_sites_are_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     asked = kits._request("eve@pfed.local", {"type": "admin", "role": "lead"}, tmp_path / "eve")
     with pytest.raises(UserError, match="asks to be a lead; only sites are signed"):
         kits.sign(tmp_path / "federation", asked, tmp_path / "eve.signed.zip")
+
+
+@needs_nvflare
+@pytest.mark.parametrize("kind", ["Server", "Site"])
+def test_a_run_starts_also_where_paths_have_spaces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVFlare joins words without quotes, and takes them apart again at spaces."""
+    from nvflare.apis.fl_constant import FLContextKey
+    from nvflare.apis.fl_context import FLContext
+    from nvflare.apis.job_launcher_spec import JobProcessArgs
+
+    from pfed.deploy import launchers
+
+    monkeypatch.setattr(sys, "executable", "/an it's/python")
+    given = {
+        JobProcessArgs.EXE_MODULE: ("-m", "some.module"),
+        JobProcessArgs.WORKSPACE: ("-w", "/a folder"),
+        JobProcessArgs.OPTIONS: ("--set", "one=1 two=2"),
+    }
+    context = FLContext()
+    context.set_prop(FLContextKey.JOB_PROCESS_ARGS, given, private=True, sticky=False)
+    command = getattr(launchers, f"{kind}Launcher")().get_command({}, context)
+    words = ["/an it's/python", "-m", "some.module", "-w", "/a folder", "--set", "one=1", "two=2"]
+    assert shlex.split(command) == words
 
 
 @needs_nvflare

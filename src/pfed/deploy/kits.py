@@ -148,10 +148,14 @@ def settle(kit: Path, **owner: Any) -> None:
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())
     resources["class_allow_list"] = ["pfed.deploy", "nvflare.app_common.resource_managers"]
-    if (kit / "startup" / "fed_client.json").exists():
+    site = (kit / "startup" / "fed_client.json").exists()
+    if site:
         _settle_site(resources)
     else:
         _settle_server(resources, kit)
+    for part in resources["components"]:
+        if part["id"] == "process_launcher":
+            part["path"] = f"pfed.deploy.launchers.{'Site' if site else 'Server'}Launcher"
     resources["components"].append({"id": "arrivals", "path": "pfed.deploy.arrivals.Arrivals", "args": {}})
     (local / "resources.json").write_text(json.dumps(resources, indent=2))
     (local / "authorization.json").write_text(json.dumps(POLICY, indent=2))
