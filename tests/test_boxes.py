@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 import torch
 from box_helpers import DOG, Object, coco, found, picture, voc, xml
 
-from pfed import UserError
-from pfed.data.boxes import GREY, Scenes, letterbox, padded, to_dataset
+from pfed import UserError, machine
+from pfed.data.boxes import GREY, Box, Picture, Scenes, letterbox, padded, read_scenes, to_dataset
 from pfed.data.coco import read_coco
 from pfed.data.voc import read_voc, read_xml, voc_pictures
 
@@ -247,3 +248,26 @@ def test_domains_that_do_not_fit() -> None:
     with pytest.raises(UserError, match="at least one domain"):
         to_dataset("none", [])
     assert to_dataset("one", [domain("empty", "ab", [[], []], 0)]).y.tolist() == [0, 0]
+
+
+def test_images_that_memory_can_not_hold_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = Box("dog", (0.0, 0.0, 1.0, 1.0))
+    picture = Picture(tmp_path / "is not there.jpg", (box,), False, "list")
+    monkeypatch.setattr(machine, "free_memory", lambda: 10**9)
+    words = "coco needs 1.97 GB of memory for 10,000 images of 256 pixels, but 1 GB are free"
+    with pytest.raises(UserError, match=words):
+        read_scenes("coco", [picture] * 10_000, 256)
+    monkeypatch.setattr(machine, "free_memory", lambda: 3 * 6 * 6 * 3)
+    two = [domain(name, "a", [[], []], 0, side=6) for name in ("one", "other")]
+    with pytest.raises(UserError, match="both needs 432 B of memory for 4 images of 6 pixels, but 324 B are free"):
+        to_dataset("both", two)
+    monkeypatch.setattr(machine, "free_memory", lambda: None)
+    assert len(to_dataset("both", two).x) == 4
+
+
+def test_free_memory_is_less_than_all_of_it() -> None:
+    free = machine.free_memory()
+    assert free is not None
+    assert 2**20 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -26,6 +26,18 @@ def cores() -> int:
     return max(1, allowed)
 
 
+def free_memory() -> int | None:
+    """Bytes that this process may still take without swapping; None where that is not known."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = Path("/proc/meminfo").read_text()
+        found.append(int(text.split("MemAvailable:")[1].split()[0]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(max(0, limit - used))
+    return min(found, default=None)
+
+
 def device(name: str, number: int = 0) -> torch.device:
     """A device by name; of several GPUs under the name `cuda` the one for the worker of this number."""
     try:

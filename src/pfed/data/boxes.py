@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from pfed import machine
 from pfed.data.base import Dataset
 from pfed.data.folders import Packed, open_image
 from pfed.errors import UserError
+from pfed.tables import bytes_text
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ def read_scenes(
         raise UserError(f"{name} must hold at least one image with its boxes. Got none.")
     names = _class_names(name, pictures, classes)
     position = {label: index for index, label in enumerate(names)}
+    _fit(name, len(pictures), size)
     x = np.empty((len(pictures), 3, size, size), np.uint8)
     rows: list[Boxes] = []
     lost: list[str] = []
@@ -89,6 +92,16 @@ def read_scenes(
         _LOG.warning(f"{name}: boxes left out, for they have no area inside their image: {len(lost)}, in {lost[0]}.")
     test = torch.tensor([picture.test for picture in pictures])
     return Scenes(name, torch.from_numpy(x), padded(rows), names, test)
+
+
+def _fit(name: str, count: int, size: int) -> None:
+    """Images that do not fit into memory are an error before they are read, not a killed process after an hour."""
+    needed, free = count * 3 * size * size, machine.free_memory()
+    if free is not None and needed > free:
+        raise UserError(
+            f"{name} needs {bytes_text(needed)} of memory for {count:,} images of {size} pixels, but {bytes_text(free)}"
+            " are free: a smaller image_size needs less."
+        )
 
 
 def _class_names(name: str, pictures: Sequence[Picture], classes: Sequence[str] | None) -> tuple[str, ...]:
@@ -167,6 +180,8 @@ def to_dataset(name: str, domains: Sequence[Scenes]) -> Dataset:
     A single domain is to be divided among clients like any other data.
     """
     _check(name, domains)
+    if len(domains) > 1:  # they are joined by copying
+        _fit(name, sum(len(domain.x) for domain in domains), domains[0].x.shape[-1])
     own = tuple(domain.classes for domain in domains)
     classes = tuple(dict.fromkeys(label for names in own for label in names))
     most = max(domain.boxes.shape[1] for domain in domains)
