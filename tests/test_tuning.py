@@ -176,6 +176,15 @@ def test_a_comparison_takes_what_is_there(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 7
 
 
+def test_a_finished_run_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record is all that a table needs: models may have been deleted, and no data are loaded."""
+    first = compare(["local", "fedavg"], runs=tmp_path, **SMALL)
+    for path in [*tmp_path.glob("*/checkpoint-*"), *tmp_path.glob("*/states-*")]:
+        path.unlink()
+    monkeypatch.setattr(Experiment, "federation", lambda self: pytest.fail("data were loaded"))
+    assert compare(["local", "fedavg"], runs=tmp_path, reuse=True, **SMALL).rows() == first.rows()
+
+
 def test_a_comparison_goes_on_with_a_stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pfed.session import Session
 

@@ -48,9 +48,12 @@ def compare(
     before: Experiment | None = None
     while planned:  # so that no more than two are held at a time, with their data and models
         experiment = planned.pop(0)
+        found = store.same(Path(runs), experiment.config()) if reuse and runs else None
+        if found is not None and (kept := Result.load(found)).state == "complete":
+            results.append(kept)
+            continue
         if before is not None and before.options.seed == experiment.options.seed:
             experiment.adopt(before.federation())
-        found = store.same(Path(runs), experiment.config()) if reuse and runs else None
         results.append(experiment.run(runs) if found is None else experiment.resume(found))
         before = experiment
     return Comparison(results)
