@@ -1,27 +1,18 @@
-"""The command line: parse, call, print. Nothing heavy is imported before it is needed."""
+"""The command line: its commands and options. Nothing heavy is imported before it is needed."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NoReturn
 
-from pfed import config, options
+from pfed import commands, config, options
 from pfed.errors import RunError, UserError, unknown
 from pfed.reproduce import command as reproduce
-
-_NEEDS = {
-    "public": "public data",
-    "validation": "validation data",
-    "pooled": "all data in one place",
-    "replies": "each client's answer",  # a sum over clients is not enough
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,8 +63,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _flags(parser: argparse.ArgumentParser, command: str, below: str = "") -> list[str]:
     """The long options of a command, or of one below it, for suggestions."""
-    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    chosen = commands.choices[command]
+    known = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    chosen = known.choices[command]
     inner = next((a for a in chosen._actions if isinstance(a, argparse._SubParsersAction)), None)
     if inner is not None and below in inner.choices:
         chosen = inner.choices[below]
@@ -86,21 +77,24 @@ def _parser() -> Parser:
 
     parser = Parser(prog="pfed", description="Personalized federated learning.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"pfed {pfed.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND [OPTION]")
+    below = parser.add_subparsers(metavar="COMMAND [OPTION]")
 
     def command(
         name: str, help: str, run: Callable[[argparse.Namespace], int | None], usage: str | None = None
     ) -> Parser:
         text = f"{help[0].upper()}{help[1:]}."
-        made: Parser = commands.add_parser(name, help=help, description=text, usage=usage, allow_abbrev=False)
+        made: Parser = below.add_parser(name, help=help, description=text, usage=usage, allow_abbrev=False)
         made.set_defaults(run=run)
         return made
 
-    one = command("run", "run a method, or what a TOML file says", _run, "pfed run METHOD|FILE.toml [OPTION…]")
+    one = command("run", "run a method, or what a TOML file says", commands.run, "pfed run METHOD|FILE.toml [OPTION…]")
     one.add_argument("what", metavar="METHOD|FILE.toml", help="a method by name, FILE.py[:CLASS], or a TOML file")
     _add_run_options(one)
     several = command(
-        "compare", "run several methods on the same clients and seeds", _compare, "pfed compare METHOD… [OPTION…]"
+        "compare",
+        "run several methods on the same clients and seeds",
+        commands.compare,
+        "pfed compare METHOD… [OPTION…]",
     )
     several.add_argument("methods", nargs="+", metavar="METHOD")
     several.add_argument("--seeds", metavar="N|A,B,…", default="1", help="how many seeds, or which")
@@ -108,7 +102,10 @@ def _parser() -> Parser:
     several.add_argument("--reuse", action="store_true", help="take runs of the same settings that are there already")
     _add_run_options(several)
     search = command(
-        "tune", "find settings that suit methods, on validation data", _tune, "pfed tune METHOD… [--try KEY=A,B,…]…"
+        "tune",
+        "find settings that suit methods, on validation data",
+        commands.tune,
+        "pfed tune METHOD… [--try KEY=A,B,…]…",
     )
     search.add_argument("methods", nargs="+", metavar="METHOD")
     search.add_argument(
@@ -124,22 +121,25 @@ def _parser() -> Parser:
     search.add_argument("--seeds", metavar="N|A,B,…", default="1", help="how many seeds, or which")
     search.add_argument("--out", metavar="FILE.toml", help="put the best settings into a preset file")
     _add_run_options(search)
-    again = command("resume", "go on with a stopped run", _resume)
+    again = command("resume", "go on with a stopped run", commands.resume)
     again.add_argument("name", metavar="RUN")
     again.add_argument("--rounds", metavar="N", help="more rounds than were planned")
     _add_common(again)
-    ended = command("stop", "let running runs end after the round they are in, as by Ctrl-C", _stop)
+    ended = command("stop", "let running runs end after the round they are in, as by Ctrl-C", commands.stop)
     ended.add_argument("names", nargs="+", metavar="RUN")
     _add_common(ended)
-    listed = command("runs", "list runs; 'runs rm RUN…' deletes some", _runs)
+    listed = command("runs", "list runs; 'runs rm RUN…' deletes some", commands.runs)
     listed.add_argument("action", nargs="?", choices=["rm"], help="delete runs")
     listed.add_argument("names", nargs="*", metavar="RUN")
     _add_common(listed)
-    known = command("methods", "list the methods, or describe one", _methods)
+    known = command("methods", "list the methods, or describe one", commands.methods)
     known.add_argument("name", nargs="?", metavar="NAME")
     _add_common(known)
     data = command(
-        "data", "list, get, check or show data sets", _data, "pfed data list|get|check|show [NAME|FOLDER] [OPTION…]"
+        "data",
+        "list, get, check or show data sets",
+        commands.data,
+        "pfed data list|get|check|show [NAME|FOLDER] [OPTION…]",
     )
     data.add_argument("action", choices=["list", "get", "check", "show"])
     data.add_argument("name", nargs="?", metavar="NAME", help="a data set, or your own folder or CSV file")
@@ -148,14 +148,14 @@ def _parser() -> Parser:
     _add_fields(data, config.SplitOptions, "How the data are divided")
     data.add_argument("--seed", default=None)
     _add_common(data)
-    deploy.add(command("deploy", "run on real sites: 'pfed deploy --help'", _nothing), _add_deploy_options)
-    page = command("report", "write an HTML page about runs, or its figures as files", _report)
+    deploy.add(command("deploy", "run on real sites: 'pfed deploy --help'", commands.nothing), _add_deploy_options)
+    page = command("report", "write an HTML page about runs, or its figures as files", commands.report)
     page.add_argument("names", nargs="+", metavar="RUN")
     forms = ["html", "png", "svg", "csv"]
     page.add_argument("--format", choices=forms, default="html", help="the page, or single figures, or their numbers")
     page.add_argument("--out", metavar="FILE|FOLDER", help="where to [report.html; a folder for figures: figures]")
     _add_common(page)
-    live = command("watch", "show runs in the browser while they go on", _watch, "pfed watch [RUN…] [OPTION…]")
+    live = command("watch", "show runs in the browser while they go on", commands.watch, "pfed watch [RUN…] [OPTION…]")
     live.add_argument("names", nargs="*", metavar="RUN", help="runs to begin with [those that are running]")
     live.add_argument(
         "--host", default="127.0.0.1", help="address to listen at; others than 127.0.0.1 open it to the network"
@@ -224,351 +224,6 @@ def _add_fields(
         group.add_argument(flag, dest=name, metavar=options.form(cls, field.name), default=None, help=text)
         if "_" in field.name:  # as it is written in files and in Python
             group.add_argument(f"--{name}", dest=name, default=None, help=argparse.SUPPRESS)
-
-
-def _settings(arguments: argparse.Namespace, methods: Sequence[str], base: dict[str, Any]) -> dict[str, Any]:
-    """The nested configuration that flags and --set make of a base; `hyper` holds options by method."""
-    for table in ("local", "hyper"):
-        if not isinstance(base.get(table, {}), dict):
-            raise UserError(f"{table} must be a table of options. Got {base[table]!r}.")
-    values: dict[str, Any] = {**base, "local": dict(base.get("local", {})), "hyper": {}}
-    if "hyper" in base:
-        values["hyper"][methods[0]] = dict(base["hyper"])
-    for key, text in vars(arguments).items():
-        if text is None or not isinstance(text, str):
-            continue
-        if key.startswith("local."):
-            values["local"][key[6:]] = options.parse(config.Local, key[6:], text, "local")
-        elif key in options.hints(config.RunOptions):
-            values[key] = options.parse(config.RunOptions, key, text, "run")
-    for pair in getattr(arguments, "set", []):
-        key, equals, text = pair.partition("=")
-        if not equals:
-            raise UserError(f"--set takes KEY=VALUE. Got {pair!r}.")
-        _set(values, methods, key.strip(), text)
-    return values
-
-
-def _set(values: dict[str, Any], methods: Sequence[str], key: str, text: str) -> None:
-    from pfed import registry
-
-    owner, dot, name = key.rpartition(".")
-    if owner == "local" and (name in options.hints(config.Local) or "local" not in methods):
-        values["local"][name] = options.parse(config.Local, name, text, "local")
-        return
-    if not dot and key in options.hints(config.RunOptions):
-        for method in methods:
-            if key in registry.fields(method):
-                raise UserError(f"{key} is an option of the run and of {method}. Write --{key} or {method}.{key}.")
-        values[key] = options.parse(config.RunOptions, key, text, "run")
-        return
-    if dot and owner not in methods:
-        raise unknown("method in this command", owner, methods)
-    chosen = [owner] if dot else list(methods)[:1] if len(methods) == 1 else []
-    if not chosen:
-        near = [*options.hints(config.RunOptions), *(f"{m}.{f}" for m in methods for f in registry.fields(m))]
-        raise unknown("option", key, near)
-    defined = registry.fields(chosen[0])
-    if name not in defined:
-        run = [] if dot else list(options.hints(config.RunOptions))
-        raise unknown(f"option of {chosen[0]}", name, [*defined, *run])
-    hyper = values["hyper"].setdefault(chosen[0], {})
-    hyper[name] = options.parse(defined[name], name, text)
-
-
-def _runs_folder(arguments: argparse.Namespace) -> Path:
-    return config.runs_folder(arguments.runs)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
-
-
-def _nothing(arguments: argparse.Namespace) -> None:
-    """A command that has only commands below it."""
-
-
-def _run(arguments: argparse.Namespace) -> None:
-    config = run_config(arguments)
-
-    from pfed.experiment import Experiment
-
-    finish(Experiment.from_config(config).run(_runs_folder(arguments)), arguments)
-
-
-def run_config(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The configuration of one run: what a preset says, under a file or a method's name, under flags."""
-    from pfed.presets import read_toml
-
-    base = read_toml(Path(arguments.what)) if arguments.what.endswith(".toml") else {"method": arguments.what}
-    method = base.get("method", "fedavg")
-    if not isinstance(method, str):
-        raise UserError(f"method must be the name of a method. Got {method!r}.")
-    values = _settings(arguments, [method], _under(arguments, method, base))
-    return {**values, "method": method, "hyper": values["hyper"].get(method, {})}
-
-
-def _under(arguments: argparse.Namespace, method: str, base: dict[str, Any]) -> dict[str, Any]:
-    """What a file or a name says, over what the preset does."""
-    if arguments.preset is None:
-        return base
-    from pfed import presets
-
-    found = presets.load(arguments.preset).of(method)
-    tables = {key: {**found[key], **base.get(key, {})} for key in ("local", "hyper")}
-    return {**found, **base, **tables}
-
-
-def finish(result: Any, arguments: argparse.Namespace) -> None:
-    """Print what came out of a run."""
-    if arguments.json:
-        _print_json(result.json())
-    else:
-        print("\n".join([result.table(), "", *result.notes(), f"run {result.run} in {_runs_folder(arguments)}"]))
-
-
-def _compare(arguments: argparse.Namespace) -> None:
-    values = _settings(arguments, arguments.methods, {})
-    seeds = options.seeds(arguments.seeds, values.pop("seed", 0))
-
-    from pfed.comparison import compare
-
-    kept = {"runs": _runs_folder(arguments), "reuse": arguments.reuse}
-    comparison = compare(arguments.methods, seeds=seeds, preset=arguments.preset, **kept, **values)
-    if arguments.report:
-        from pfed.report import write
-
-        write(comparison.results, Path(arguments.report))
-    if arguments.json:
-        _print_json(comparison.json())
-    else:
-        print("\n".join([comparison.table(), "", *comparison.notes()]).rstrip())
-
-
-def _tune(arguments: argparse.Namespace) -> None:
-    values = _settings(arguments, arguments.methods, {})
-    seeds = options.seeds(arguments.seeds, values.pop("seed", 0))
-    hyper = values.pop("hyper")
-    if not arguments.least.isdecimal():
-        raise UserError(f"--least must be a whole number >= 1. Got {arguments.least!r}.")
-    least = int(arguments.least)
-
-    from pfed import presets
-    from pfed.tuning import defaults, tune
-
-    # A mistake in the last method's, or in where to put them, shows before the first one takes its hours.
-    if arguments.out:
-        presets.before(Path(arguments.out))
-    tries = {m: _tries(arguments.tries, m) if arguments.tries else defaults(m) for m in arguments.methods}
-    found = []
-    for method in arguments.methods:
-        own = _under(arguments, method, {**values, "hyper": hyper.get(method, {})})
-        how = {"search": arguments.search, "least": least, "seeds": seeds, "runs": arguments.runs}
-        tuning = tune(method, tries[method], **how, **own)
-        found.append(tuning)
-        if not arguments.json:
-            print("\n".join([method, tuning.table(), ""]), flush=True)
-        if arguments.out:
-            tuning.save(Path(arguments.out))
-    if arguments.json:
-        _print_json([tuning.json() for tuning in found])
-    elif arguments.out:
-        print(f"The best are in {arguments.out}: pfed run METHOD --preset {arguments.out}")
-
-
-def _tries(pairs: Sequence[str], method: str) -> dict[str, list[Any]]:
-    """The values to try by option."""
-    from pfed import registry
-
-    found = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or not text:
-            raise UserError(f"--try takes KEY=A,B,…. Got {pair!r}.")
-        owner, _, name = key.strip().rpartition(".")
-        defined = {name: config.Local} if owner == "local" else registry.fields(method)
-        if owner not in ("local", "", method) or name not in defined:
-            known = [*registry.fields(method), *(f"local.{field}" for field in options.hints(config.Local))]
-            raise unknown(f"option to tune of {method}", key.strip(), known)
-        shown = "local" if owner == "local" else None
-        values = [options.parse(defined[name], name, part, shown) for part in text.split(",")]
-        found[f"local.{name}" if owner == "local" else name] = values
-    return found
-
-
-def _resume(arguments: argparse.Namespace) -> None:
-    from pfed import store
-    from pfed.experiment import Experiment
-    from pfed.result import Result
-
-    folder = store.find(_runs_folder(arguments), arguments.name)
-    store.mend(folder)
-    saved = Result.load(folder).config
-    if saved.get("engine") == "nvflare":
-        raise UserError(
-            f"Run {folder.name!r} is one of real sites; go on with 'pfed deploy run --resume {folder.name}'."
-        )
-    if arguments.rounds is not None:
-        saved = {**saved, "rounds": options.parse(config.RunOptions, "rounds", arguments.rounds, "run")}
-    if "own" in (saved.get("data", "own").split()[0], saved.get("model", "own").split()[0]):
-        raise UserError(
-            f"Run {folder.name!r} has data or a model from Python; go on with Experiment(…).resume(folder)."
-        )
-    finish(Experiment.from_config(saved).resume(folder), arguments)
-
-
-def _stop(arguments: argparse.Namespace) -> None:
-    from pfed import store
-
-    runs = _runs_folder(arguments)
-    for folder in [store.find(runs, name) for name in dict.fromkeys(arguments.names)]:
-        store.ask_to_stop(folder, "'pfed stop'")
-        if arguments.json:
-            _print_json({"run": folder.name})
-        else:
-            print(f"{folder.name} ends after the round it is in; 'pfed resume {folder.name}' goes on with it.")
-
-
-def _runs(arguments: argparse.Namespace) -> None:
-    from pfed import store
-    from pfed.tables import age_text, bytes_text, table
-
-    runs = _runs_folder(arguments)
-    if arguments.action == "rm":
-        if not arguments.names:
-            raise UserError("'pfed runs rm' takes the names of runs.")
-        for folder in [store.find(runs, name) for name in dict.fromkeys(arguments.names)]:
-            store.remove(folder)
-        return
-    rows = store.listing(runs)
-    if arguments.json:
-        _print_json(rows)
-        return
-    cells = [
-        [
-            *(r["run"], r["state"], f"{min(r['round'], r['rounds'])}/{r['rounds']}"),
-            *(age_text(r["created"]), bytes_text(r["bytes"])),
-        ]
-        for r in rows
-    ]
-    print(table(["run", "state", "round", "age", "size"], cells, left=2) if rows else f"No runs in {runs}.")
-
-
-def _methods(arguments: argparse.Namespace) -> None:
-    from pfed import registry
-    from pfed.tables import table
-
-    found = registry.describe(arguments.name)
-    if arguments.json:
-        _print_json(found)
-    elif arguments.name:
-        print(registry.document(arguments.name))
-    else:
-        rows = [
-            [m["name"], m["title"], m["paper"], m["architectures"], ", ".join(_NEEDS[need] for need in m["needs"])]
-            for m in found
-        ]
-        print(table(["method", "what", "paper", "architectures", "needs"], rows, left=5))
-        print("\nNAME+ft is any of them followed by fine-tuning; 'pfed methods NAME' tells its options.")
-
-
-def _data(arguments: argparse.Namespace) -> int | None:
-    from pfed.data import sources
-    from pfed.tables import bytes_text, table
-
-    if arguments.action == "list":
-        found = sources.sources()
-        if arguments.json:
-            keys = ("name", "title", "samples", "size", "licence", "cached")
-            _print_json([{key: getattr(s, key) for key in keys} | {"classes": len(s.classes)} for s in found])
-            return None
-        rows = [
-            [
-                *(s.name, s.title, str(s.samples or "–"), str(len(s.classes) or "–")),
-                *("by hand" if s.by_hand else bytes_text(s.size), "yes" if s.cached else "no"),
-            ]
-            for s in found
-        ]
-        print(table(["name", "what", "samples", "classes", "download", "here"], rows, left=2))
-        return None
-    if arguments.name is None:
-        raise UserError(f"'pfed data {arguments.action}' takes the name of a data set.")
-    if arguments.action == "get":
-        print(sources.get(arguments.name, force=arguments.force))
-    elif arguments.action == "check" and _is_folder(arguments.name):
-        return _survey(arguments)
-    elif arguments.action == "check":
-        problems = sources.check(arguments.name)
-        print("\n".join(problems) if problems else f"{arguments.name} is fine.")
-        return 1 if problems else 0
-    else:
-        _show(arguments)
-    return None
-
-
-def _is_folder(name: str) -> bool:
-    """Whether a folder is meant: a data set's name comes first, as everywhere."""
-    from pfed.data.catalog import SOURCES
-
-    return name not in SOURCES and (Path(name).expanduser().is_dir() or len(Path(name).parts) > 1)
-
-
-def _survey(arguments: argparse.Namespace) -> int:
-    """What a folder holds of the known data sets."""
-    from pfed.data.survey import bad, survey, text
-
-    findings = survey(arguments.name)
-    if arguments.json:
-        keys = ("there", "missing", "problems")
-        _print_json(
-            [
-                {"name": f.name, "state": f.state, "place": f.place and str(f.place)}
-                | {key: list(getattr(f, key)) for key in keys}
-                for f in findings
-            ]
-        )
-    else:
-        print(text(findings))
-    return 1 if bad(findings) else 0
-
-
-def _show(arguments: argparse.Namespace) -> None:
-    from pfed.data import show
-    from pfed.data.catalog import SOURCES
-    from pfed.data.federate import describe
-    from pfed.experiment import Experiment
-
-    values = _settings(arguments, [], {})
-    task = "detection" if arguments.name in SOURCES and SOURCES[arguments.name].boxes else "classification"
-    federation = Experiment("local", arguments.name, **{**values, "hyper": {}, "task": task}).federation()
-    if arguments.json:
-        _print_json(describe(federation))
-    else:
-        print(show.text(federation))
-    if arguments.out:
-        show.save(federation, Path(arguments.out))
-
-
-def _report(arguments: argparse.Namespace) -> None:
-    from pfed import report
-    from pfed.result import Result
-
-    results = [Result.load(name, _runs_folder(arguments)) for name in arguments.names]
-    if arguments.format == "html":
-        print(report.write(results, Path(arguments.out or "report.html")))
-    else:
-        print(*report.export(results, Path(arguments.out or "figures"), arguments.format), sep="\n")
-
-
-def _watch(arguments: argparse.Namespace) -> None:
-    port = arguments.port
-    if port is not None and not (port.isdecimal() and int(port) < 65536):
-        raise UserError(f"--port must be a whole number from 0 to 65535. Got {port!r}.")
-
-    from pfed.watch import serve
-
-    where = (arguments.host, None if port is None else int(port))
-    serve(_runs_folder(arguments), arguments.names, *where, not arguments.no_open, arguments.json)
 
 
 if __name__ == "__main__":

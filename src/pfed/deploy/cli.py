@@ -225,7 +225,7 @@ def _approve(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from pfed import cli, store
+    from pfed import commands, store
     from pfed.deploy import jobs, privacy
 
     folder = Path(arguments.folder)
@@ -237,10 +237,10 @@ def _run(arguments: argparse.Namespace) -> None:
     else:
         rule = _rule(arguments)
         privacy.check(rule)
-        run = jobs.create(folder, cli.run_config(arguments), records=arguments.records, privacy=rule)
+        run = jobs.create(folder, commands.run_config(arguments), records=arguments.records, privacy=rule)
     result = jobs.follow(folder, run, lambda text: None if arguments.json else print(text, flush=True))
     arguments.runs = os.path.relpath(runs)
-    cli.finish(result, arguments)
+    commands.finish(result, arguments)
 
 
 def _rule(arguments: argparse.Namespace) -> dict[str, float] | None:
