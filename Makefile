@@ -49,6 +49,9 @@ bench: .venv/ready
 	$(PY) benchmarks/layout.py
 	$(PY) benchmarks/durability.py
 	$(PY) benchmarks/report.py
+	$(PY) benchmarks/watch.py
+	$(PY) benchmarks/cluster.py
+	$(PY) benchmarks/deploy.py
 
 .venv/core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pfed needs Python 3.11 or newer: make PYTHON=/path/to/python3")'

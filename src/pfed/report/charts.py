@@ -123,8 +123,8 @@ def _bars(rows: Sequence[Row], scale: alt.Scale) -> tuple[Drawing, dict[str, Any
     x = alt.X("rank:O").title(f"{len(rows)} clients, sorted").axis(labels=False, domain=False)
     y = alt.Y("gain:Q").scale(scale).title(POINTS).axis(tickCount=5)
     bars = base.mark_bar().encode(x=x, y=y, color=color, opacity=pale, tooltip=told)
-    lines = known.mark_rule(**whisker).encode(x=x, y=alt.Y("low:Q"), y2="high:Q")
-    return bars + lines, {"width": WIDTH, "height": HEIGHT}
+    lines = known.mark_rule(**whisker, opacity=UNSURE).encode(x=x, y=alt.Y("low:Q"), y2="high:Q")
+    return lines + bars, {"width": WIDTH, "height": HEIGHT}  # so many lines would hide the bars
 
 
 def _histogram(found: Gains, span: tuple[float, float], scale: alt.Scale) -> tuple[Drawing, dict[str, Any]]:
