@@ -184,6 +184,20 @@ def test_a_live_redraw_keeps_what_someone_has_done(tmp_path: Path, visit: Visit)
         expect(slider).to_be_focused()
 
 
+def test_a_report_that_takes_its_time_is_announced(tmp_path: Path, visit: Visit) -> None:
+    for created, method in enumerate(("local", "fedavg")):
+        finished(tmp_path / method, 2, method=method, created=created + 1.0)
+    page = visit(tmp_path, "local")
+    expect(page.locator("#drawn")).to_contain_text("Report of 1 run")
+    held: list[Any] = []
+    page.route("**/report?*", lambda route: held.append(route))
+    item(page, "fedavg").get_by_role("checkbox").check()
+    expect(page.locator("#drawn")).to_have_text("Drawing the report …")
+    held[0].continue_()
+    page.unroute("**/report?*")
+    expect(page.locator("#drawn")).to_contain_text("Report of 2 runs")
+
+
 def test_many_runs_can_be_searched(tmp_path: Path, visit: Visit) -> None:
     for number in range(12):
         finished(tmp_path / f"run-{number}", 1, created=float(number))

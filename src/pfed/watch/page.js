@@ -181,6 +181,7 @@ async function refresh() {
   own.names = String(query);
   try {
     const first = shownOf !== String(query); // a report of some rounds before is better than a blank page
+    if (first) tell("Drawing the report …");
     const answer = await fetch(`report?${query}${first ? "&older=1" : ""}`, { signal: own.signal });
     const text = await answer.text();
     if (!answer.ok) throw new Error(text);
