@@ -17,7 +17,7 @@ from PIL import Image
 from scipy.io import savemat
 
 from pfed import Experiment, UserError
-from pfed.data import fonts, formats, leaf, matlab, sources, styles
+from pfed.data import fonts, formats, leaf, matlab, partition, sources, styles
 from pfed.data.catalog import SOURCES
 from pfed.data.fetch import File
 from pfed.data.forms import Form
@@ -150,8 +150,12 @@ def test_femnist_10_has_the_letters_a_to_j(femnist: Path, monkeypatch: pytest.Mo
     assert data.classes == tuple("abcdefghij")
     assert data.x[:, 0, 0, 0].tolist() == [1, 2, 5, 6]
     assert data.y.tolist() == [0, 9, 0, 0]
-    monkeypatch.setattr(leaf, "MOST_LETTERS", 1)
-    assert sources.load("femnist-10").x[:, 0, 0, 0].tolist() == [1, 2]
+    assert leaf.MOST_LETTERS == partition.MOST_PER_CLASS
+    monkeypatch.setattr(leaf, "MOST_LETTERS", {"train": 1, "test": 1})
+    data = sources.load("femnist-10")  # a letter that is frequent in training still has test images
+    assert data.x[:, 0, 0, 0].tolist() == [1, 2, 6]
+    assert data.test is not None
+    assert data.test.tolist() == [2]
 
 
 @pytest.mark.parametrize(

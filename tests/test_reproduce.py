@@ -198,7 +198,9 @@ def cell(
     clients = [{"client": 0, "name": "client-0", "personal/local-test": first}]
     result = {"metrics": metrics, "per_client": clients, "select": "last", "eval_point": "post_download", "rounds": 3}
     about = {"version": "0.1.0", "commit": "abc", "versions": {"torch": "2"}, "processor": "CPU", "notes": ["a note"]}
-    return {**about, "seconds": 60.0, "chance": chance, "counted": {}, "result": result, "curve": []}
+    settings = {"method": method, "seed": seed, "data": "digits", "model": "mlp"}
+    data = {"settings": settings, "source": "digits", "chance": chance}
+    return {**about, **data, "seconds": 60.0, "counted": {}, "result": result, "curve": []}
 
 
 def made(file: Path, scale: Any = "full") -> Made:
@@ -298,10 +300,16 @@ def test_the_verdict_has_its_numbers(file: Path) -> None:
     assert behind.counts
     one = judged((0.8, 0.6))
     assert not one.counts
-    assert one.text.endswith("One seed has no spread: 3 would have one, about 4 min more.")
-    close = judged((0.80, 0.79), (0.82, 0.80), (0.80, 0.815))
+    assert one.text.endswith("One seed has no spread: 2 or 3 seeds would have one, about 2 min or 4 min more.")
+    close = judged((0.80, 0.79), (0.82, 0.80), (0.80, 0.815))  # +1, +2, -1.5: mean 0.5, deviation 1.803
     assert not close.counts
-    assert re.search(r"is undecided: .* A seed moves it by more than it is: \d+ seeds .* about .* more\.$", close.text)
+    assert close.text.endswith(
+        " A seed moves it by more than it is, and more seeds alone will not change that. Whether the mean is noise"
+        " would be decided by 52 seeds, which would bring it to twice its standard error, about 1.6 h more."
+    )
+    weak = judged(*[(0.8 + 0.01 * (i % 2) * 4, 0.805) for i in range(12)])  # -0.5 and +3.5: mean 1.5, error 0.6
+    assert not weak.counts
+    assert weak.text.endswith("It is no noise, though: the mean is more than twice its standard error.")
     chance = judged((0.1, 0.5), (0.1, 0.5))
     assert not chance.counts
     assert "Local does not learn here" in chance.text
@@ -387,7 +395,7 @@ def test_a_finished_run_of_other_settings_is_not_taken(
     assert reproduce(file, "--methods", "Local", "--out", out) == 0
     file.write_text(TABLE.replace("lr = 0.1", "lr = 0.2"))
     assert reproduce(file, "--methods", "Local", "--out", out) == 2
-    assert "is of other settings: local is {'lr': 0.1}, not {'lr': 0.2}." in capsys.readouterr().err
+    assert "is of other settings: local.lr is 0.1, not 0.2." in capsys.readouterr().err
     (out / "cells" / "local-s0.json").write_text("{")
     assert reproduce(file, "--methods", "Local", "--out", out) == 2
     assert "can't be read as a finished run" in capsys.readouterr().err

@@ -52,6 +52,7 @@ def finetune(experiment: Experiment, base: Path, runs: Path) -> Result:
     shutil.copytree(base, unfinished, ignore=shutil.ignore_patterns("lock", "pictures"))
     with contextlib.closing(Store(unfinished)) as opened:
         opened.record.set(config=experiment.config(), method=experiment.method.label, state="stopped")
+        opened.record.set(taken_rounds=experiment.options.rounds)
         opened.record.flush()
         opened.rewind(experiment.options.rounds)
     whole = unfinished.rename(runs / f"{name}-{number}")

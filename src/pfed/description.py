@@ -11,6 +11,7 @@ import torch
 
 import pfed
 from pfed.data.base import ClientData, Federation
+from pfed.record import Record
 
 CLIENTS, SAMPLES = 100, 200  # whose images are looked at, and how many of each, at most
 NUMBERS = 20_000_000  # of pixels that are looked at in all, so that a run of large images does not wait
@@ -24,6 +25,28 @@ def versions() -> dict[str, str]:
     found = {"pfed": pfed.__version__, "torch": torch.__version__, "python": platform.python_version()}
     commit = checked_out(Path(pfed.__file__).parents[2])
     return found if commit is None else {**found, "commit": commit[:12]}
+
+
+def data_of(federation: Federation) -> dict[str, Any]:
+    """By what a run's data are known again."""
+    clients = federation.clients
+    return {
+        "number of clients": len(clients),
+        "data set": federation.source,
+        "number of training samples": sum(len(client.train) for client in clients),
+        "number of test samples": sum(len(client.test) for client in clients),
+    }
+
+
+def data_kept(record: Record) -> dict[str, Any]:
+    """The same of a run that is kept."""
+    clients = record.clients()
+    return {
+        "number of clients": len(clients),
+        "data set": record.get("source"),
+        "number of training samples": sum(client["train"] for client in clients),
+        "number of test samples": sum(client["test"] for client in clients),
+    }
 
 
 def checked_out(clone: Path) -> str | None:

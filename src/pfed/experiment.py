@@ -19,7 +19,7 @@ from pfed import anatomy, options, pictures, pool, registry, store, tasks, track
 from pfed.client import step_fractions
 from pfed.config import Local, RunOptions
 from pfed.data.base import Dataset, Federation, Samples, class_counts
-from pfed.description import feature_skew, versions
+from pfed.description import data_kept, data_of, feature_skew, versions
 from pfed.engines import cluster
 from pfed.errors import Paused, RunError, UserError, unknown
 from pfed.method import Method
@@ -140,10 +140,12 @@ class Experiment:
     def _check_own(self, opened: Store) -> None:
         """Refuse to go on with a run of another method, seed or federation."""
         record = opened.record
-        found = {"method": record.get("method"), "seed": record.get("seed"), "clients": len(record.clients())}
-        own = {"method": self.method.label, "seed": self.options.seed, "clients": len(self.federation().clients)}
+        found = {"method": record.get("method"), "seed": record.get("seed"), **data_kept(record)}
+        own = {"method": self.method.label, "seed": self.options.seed, **data_of(self.federation())}
+        if self.carrier is not None:  # whose sites may have more samples by now
+            own = {key: own[key] for key in ("method", "seed", "number of clients")}
         for key, value in own.items():
-            if record.get("created") and found[key] != value:
+            if record.get("created") and found[key] not in (None, value):
                 raise UserError(f"Run {opened.run!r} is another experiment's: its {key} is {found[key]}. Got {value}.")
 
     @property
@@ -258,6 +260,7 @@ class Experiment:
             config=self.config(),
             method=self.method.label,
             data=self.options.data,
+            source=federation.source,
             seed=self.options.seed,
             engine=self.options.engine,
             classes=list(federation.classes),
@@ -354,7 +357,8 @@ def _federation(data: Any, opts: RunOptions) -> Federation:
                 f" Got {opts.external!r} of shape {tuple(outside.x.shape[1:])}."
             )
         samples = dataclasses.replace(Samples.of(outside.x, outside.y), mean=outside.mean, std=outside.std)
-        federation = dataclasses.replace(federation, external=samples)
+        whole = sources.named(federation.source, outside.name)
+        federation = dataclasses.replace(federation, external=samples, source=whole)
     return normalised(federation, opts.normalise)
 
 

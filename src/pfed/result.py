@@ -51,6 +51,7 @@ class Result:
         self.feature_skew: float | None = record.get("feature_skew")
         self.crossing: dict[str, Any] = record.get("crossing", {})
         self.rounds = record.rounds()
+        self.taken_rounds: int = record.get("taken_rounds", -1)  # up to which another run did them
         self.events = record.events()
         self._logs = record.logs() if folder is None else []
         self.traffic = record.traffic()

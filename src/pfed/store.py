@@ -277,21 +277,27 @@ def folders(runs: Path) -> list[Path]:
 
 
 def same(runs: Path, config: Mapping[str, Any]) -> Path | None:
-    """The newest run with these settings, whatever engine ran it; none for data or models from Python."""
+    """The newest run with these settings, whatever engine ran it; none for data or models from Python.
+
+    Nor one whose data were not those that are here by the same name, such as a part of cifar100.
+    """
+    from pfed.data import sources
+
     if config["data"].startswith("own ") or config["model"].startswith("own "):
         return None
-    found = []
+    here, found = sources.labels(config["data"], config["external"]), []
     for folder in folders(runs):
         try:
             with contextlib.closing(Record(folder / RECORD, readonly=True)) as record:
-                if _settings(record.get("config", {})) == _settings(config):
+                there = record.get("source")
+                if (None in (here, there) or here == there) and settings(record.get("config", {})) == settings(config):
                     found.append((record.get("created") or 0, folder))
         except (RunError, sqlite3.DatabaseError):
             continue
     return max(found)[1] if found else None
 
 
-def _settings(config: Mapping[str, Any]) -> Any:
+def settings(config: Mapping[str, Any]) -> Any:
     """As they are after a record was read, without those that change no result."""
     return json.loads(json.dumps({key: value for key, value in config.items() if key not in WAYS}))
 

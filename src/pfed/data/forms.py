@@ -7,7 +7,7 @@ the images.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pfed.data import formats, uodb
@@ -140,7 +140,7 @@ class Benchmark:
         return []
 
     def dataset(self, name: str, folder: Path, size: int) -> Dataset:
-        return uodb.uodb(folder, size, uodb.present(folder))
+        return replace(uodb.uodb(folder, size, uodb.present(folder)), name=name)
 
 
 AnyForm = Form | Archive | Layout | BoxArchives | Benchmark

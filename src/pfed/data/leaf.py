@@ -21,7 +21,7 @@ from pfed.errors import UserError
 
 CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)  # label 0 to 61
 LETTERS = tuple("abcdefghij")  # FedRep's ten
-MOST_LETTERS = 4000  # images of each, as in FedRep
+MOST_LETTERS = {"train": 3600, "test": 400}  # images of each: FedRep's 4,000, a tenth of them for testing
 SIDE = 28
 
 Writer = tuple[str, NDArray[np.uint8], NDArray[np.str_]]  # name, images (n, 28, 28), classes
@@ -33,19 +33,19 @@ def femnist(folder: Path, image_size: int, mode: str) -> Pool:
 
 
 def femnist_letters(folder: Path, image_size: int, mode: str) -> Pool:
-    """The letters a to j, at most 4,000 of each in the order of the files, training images first."""
+    """The letters a to j, at most 3,600 of each for training and 400 for testing, in the order of the files."""
     return _pool(folder, image_size, mode, LETTERS)
 
 
 def _pool(folder: Path, image_size: int, mode: str, letters: tuple[str, ...] | None) -> Pool:
     names: dict[str, int] = {}
     parts: list[tuple[NDArray[np.uint8], NDArray[np.str_], int, bool]] = []
-    taken = dict.fromkeys(letters or (), 0)
     for kind in ("train", "test"):
+        left = dict.fromkeys(letters or (), MOST_LETTERS[kind])
         for path in sorted((folder / kind).glob("*.json")):
             for name, x, y in _writers(path):
                 if letters is not None:
-                    x, y = _within(x, y, taken)
+                    x, y = _within(x, y, left)
                 if len(y):
                     parts.append((x, y, names.setdefault(name, len(names)), kind == "test"))
     if not parts:
@@ -62,14 +62,14 @@ def _pool(folder: Path, image_size: int, mode: str, letters: tuple[str, ...] | N
 
 
 def _within(
-    x: NDArray[np.uint8], y: NDArray[np.str_], taken: dict[str, int]
+    x: NDArray[np.uint8], y: NDArray[np.str_], left: dict[str, int]
 ) -> tuple[NDArray[np.uint8], NDArray[np.str_]]:
-    """Only the classes that are counted in `taken`, up to so many of each."""
+    """Only as many of each class as are `left`, which are fewer then."""
     keep = np.zeros(len(y), np.bool_)
     for index, label in enumerate(y.tolist()):
-        if taken.get(label, MOST_LETTERS) < MOST_LETTERS:
+        if left.get(label, 0):
             keep[index] = True
-            taken[label] += 1
+            left[label] -= 1
     return x[keep], y[keep]
 
 

@@ -12,6 +12,7 @@ catalog names is taken.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,7 @@ from pfed.data.catalog import SOURCES
 from pfed.data.fetch import FetchError, cache_folder, fetch_any, locked, read
 from pfed.data.folders import Packed, read_images
 from pfed.data.formats import Split
-from pfed.data.forms import AnyForm, Archive, Benchmark, BoxArchives, Form, Source
+from pfed.data.forms import AnyForm, Archive, Benchmark, BoxArchives, Form, Layout, Source
 from pfed.data.pool import Pool, to_dataset
 from pfed.data.scenes import composite
 from pfed.data.styles import digits_5r, digits_5s, digits_five
@@ -55,6 +56,36 @@ def find(name: str) -> Source:
 def sources() -> list[Source]:
     """Every data set that can be had by name, and whether it is here already."""
     return [replace(source, cached=_is_here(source)) for source in SOURCES.values()]
+
+
+def label(name: str) -> str | None:
+    """What a data set calls itself as it is here, which says whether it is the whole one; None where it is not here."""
+    source = find(name)
+    try:
+        if source.parts:
+            parts = [label(part) for part in source.parts]
+            return None if None in parts else _made_of(source, parts)
+        place = _local(source) or _in_cache(source)
+    except UserError:
+        return None
+    return source.name if not source.forms else None if place is None else _called(source, place)
+
+
+def labels(data: str, external: str | None = None) -> str | None:
+    """The same of a run's data with its external test, as `Federation.source` says it."""
+    found = [label(name) if name in SOURCES else None for name in (data, external) if name is not None]
+    return None if None in found else named(*found)
+
+
+def named(data: str | None, external: str | None = None) -> str:
+    return f"{data}" if external is None else f"{data}, external {external}"
+
+
+def can_be_had(name: str) -> bool:
+    """Whether a data set is here, or can be fetched."""
+    source = find(name)
+    parts = source.parts or (name,)
+    return all(_is_here(find(part)) or not find(part).by_hand for part in parts)
 
 
 def load(name: str, folder: str | Path | None = None, image_size: int | None = None) -> Dataset:
@@ -129,8 +160,28 @@ def _made(source: Source) -> Dataset:
     """Digits of several styles, made of other data sets."""
     parts = [_read(find(part)) for part in source.parts]
     if source.name == "digits-5s":
-        return digits_5s(_photos(), *parts)
-    return {"digits-5r": digits_5r, "digits-five": digits_five}[source.name](*parts)
+        made = digits_5s(_photos(), *parts)
+    else:
+        made = {"digits-5r": digits_5r, "digits-five": digits_five}[source.name](*parts)
+    return replace(made, name=_made_of(source, [part.name for part in parts]))
+
+
+def _made_of(source: Source, parts: Sequence[str | None]) -> str:
+    """Its name, with the names of what is not the whole data set of those that it is made of."""
+    reduced = [str(part) for part in parts if part not in source.parts]
+    return f"{source.name} (of {', '.join(reduced)})" if reduced else source.name
+
+
+def _called(source: Source, place: Place) -> str:
+    """Its name, with what is not the whole of it."""
+    form = place.form
+    if isinstance(form, Archive):
+        return f"{source.name} ({form.note})"
+    if isinstance(form, Benchmark) and set(here := list(form.parts(place.folder))) != set(source.domains):
+        return f"{source.name} ({', '.join(here)})"
+    if isinstance(form, Layout) and place.problems():
+        return f"{source.name} (incomplete)"
+    return source.name
 
 
 def _resized(dataset: Dataset, image_size: int | None) -> Dataset:
@@ -156,12 +207,12 @@ def _dataset(source: Source, place: Place, image_size: int | None = None) -> Dat
         return _resized(_from_split(source, split), image_size)
     size = image_size if image_size is not None else form.side if isinstance(form, Archive) else source.shape[1]
     if isinstance(form, (BoxArchives, Benchmark)):
-        return form.dataset(source.name, folder, size)
+        return form.dataset(_called(source, place), folder, size)
     mode = "RGB" if source.shape[0] == 3 else "L"
-    dataset = _from_pool(source, form.read(folder, size, mode), place)
+    dataset = replace(_from_pool(source, form.read(folder, size, mode), place), name=_called(source, place))
     if not isinstance(form, Archive):
         return dataset
-    return replace(dataset, name=f"{source.name} ({form.note})", notes=(f"reduced data ({form.note}): {form.name}",))
+    return replace(dataset, notes=(f"reduced data ({form.note}): {form.name}",))
 
 
 def _from_split(source: Source, content: Split) -> Dataset:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
-import shlex
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pfed import config as options_of
 from pfed.errors import UserError, unknown
+from pfed.reproduce import origin
 from pfed.reproduce.paper import Row, Table, load
 
 if TYPE_CHECKING:
@@ -97,39 +95,89 @@ class Bench:
     folder: Path
     runs: Path
     ways: Mapping[str, Any]  # engine, workers, device
+    _sources: dict[tuple[str, str | None], str | None] = field(default_factory=dict)
 
     def all(self, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
         """Run the cells that are not finished. Mistakes in the settings of any show before the first begins."""
         before: Experiment | None = None
-        waiting = [cell for cell in cells if self.kept(cell) is None]
+        waiting = [cell for cell in cells if not self._is_there(cell)]
         for cell in waiting:
             self._experiment(cell)
         say(f"{self.table.label}: {len(cells) - len(waiting)} of {len(cells)} runs are there already.")
+        self._warn(cells, say)
         for number, cell in enumerate(waiting, 1):
             say(f"{cell.title}: {number} of {len(waiting)}")
             experiment = self._experiment(cell)
-            if before is not None and _division(before) == _division(experiment):
+            if before is not None and division(before) == division(experiment):
                 experiment.adopt(before.federation())
             self._keep(cell, experiment, self._run(cell, experiment))
             before = experiment
+
+    def _is_there(self, cell: Cell) -> bool:
+        """Whether it is finished, here or for another table beside this one; one of other data is an error."""
+        found, here = self.kept(cell), self._source(cell)
+        if found is None:
+            if (taken := self._elsewhere(cell)) is None:
+                return False
+            self._write(cell, taken)
+        elif here not in (None, found["source"]):
+            raise UserError(
+                f"{str(self.path(cell))!r} is of other data: {found['source']}, and here is {here}."
+                " Delete it, or take another folder with --out."
+            )
+        return True
+
+    def _elsewhere(self, cell: Cell) -> dict[str, Any] | None:
+        """A finished cell of another table in the same folder, of the same settings, data and version."""
+        import pfed
+
+        source = self._source(cell)
+        counted = {figure.partition(":")[0] for figure in self._figures(cell) if figure.endswith(":paper")}
+        for path in sorted(self.folder.parent.glob(f"*/{CELLS}/*-s{cell.seed}.json")) if source else ():
+            try:
+                found = read(path)
+            except UserError:
+                continue
+            if (found["source"], found["version"]) != (source, pfed.__version__) or counted - found["counted"].keys():
+                continue
+            # The same table lies in another folder to be made anew.
+            other = found["table"] != self.table.source and "taken" not in found
+            alike = all(found["settings"].get(key) == cell.settings.get(key) for key in ("method", "data", "rounds"))
+            if other and alike and complete(found["settings"]) == complete(cell.settings):
+                return {**found, "taken": f"{path.parent.parent.name}/{CELLS}/{path.name}"}
+        return None
+
+    def _warn(self, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
+        import pfed
+
+        versions = [kept["version"] for cell in cells if (kept := self.kept(cell)) is not None]
+        if old := sorted({version for version in versions if version != pfed.__version__}):
+            count = sum(version in old for version in versions)
+            say(f"Of the finished runs {count} are of pfed {', '.join(old)}, not of {pfed.__version__}.")
 
     def kept(self, cell: Cell) -> dict[str, Any] | None:
         """What is kept of a finished cell; one of other settings is an error."""
         path = self.path(cell)
         if not path.is_file():
             return None
-        try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            settings = found["settings"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{str(path)!r} can't be read as a finished run: delete it to run it again.") from error
-        for key in sorted({*settings, *cell.settings}):
-            if settings.get(key) != json.loads(json.dumps(cell.settings.get(key))):
+        found = read(path)
+        theirs, ours = complete(found["settings"]), complete(cell.settings)
+        for key in sorted({*theirs, *ours}):
+            if theirs.get(key) != ours.get(key):
                 raise UserError(
-                    f"{str(path)!r} is of other settings: {key} is {settings.get(key)}, not {cell.settings.get(key)}."
+                    f"{str(path)!r} is of other settings: {key} is {theirs.get(key)}, not {ours.get(key)}."
                     " Delete it, or take another folder with --out."
                 )
         return found
+
+    def _source(self, cell: Cell) -> str | None:
+        """What the data of a cell call themselves as they are here, if they are."""
+        from pfed.data import sources
+
+        names = cell.settings.get("data", "digits"), cell.settings.get("external")
+        if names not in self._sources:
+            self._sources[names] = sources.labels(*names)
+        return self._sources[names]
 
     def seeds(self) -> list[int]:
         """Those of all finished cells."""
@@ -180,22 +228,19 @@ class Bench:
         return experiment.run(runs)
 
     def _keep(self, cell: Cell, experiment: Experiment, result: Result) -> None:
-        """Write the cell's file: whole, or not at all."""
+        """All that is kept of a run. Its clients, with their names and sample counts, are in the result."""
         import pfed
         from pfed import costs
 
         found = {
-            "table": self.table.source,
-            "scale": self.table.scale,
-            "rows": cell.rows,
-            "columns": cell.columns,
-            "command": command(self.table, cell),
+            "command": origin.command(self.table, cell.rows, cell.seed, self.ways),
             "version": pfed.__version__,
-            "commit": commit(),
+            "commit": origin.commit(),
             "versions": result.versions,
-            "processor": _processor(),
+            "processor": origin.processor(self.ways.get("device", "cpu")),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "seconds": result.seconds,
+            "seconds": sum(row["seconds"] for row in result.rounds if row["round"] > result.taken_rounds),
+            "source": experiment.federation().source,
             "chance": chance(experiment.federation()),
             "counted": costs.counted(experiment, self._figures(cell)),
             "notes": result.notes(),
@@ -203,11 +248,21 @@ class Bench:
             "result": result.json(),
             "curve": costs.curve(result),
         }
+        self._write(cell, found)
+
+    def _write(self, cell: Cell, found: Mapping[str, Any]) -> None:
+        """Write the cell's file: whole, or not at all."""
+        about = {
+            "table": self.table.source,
+            "scale": self.table.scale,
+            "rows": cell.rows,
+            "columns": cell.columns,
+        }
         path = self.path(cell)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps({**found, **about}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             os.replace(temporary, path)
         except OSError as error:
             raise UserError(f"{str(path)!r} can't be written: {error.strerror}.") from error
@@ -216,19 +271,30 @@ class Bench:
 def table_of(folder: Path) -> Table:
     """The table whose finished cells lie in a folder."""
     for path in sorted(folder.glob("*.json")):
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            name, scale = found["table"], found["scale"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{str(path)!r} can't be read as a finished run.") from error
-        return load(name, scale)
+        found = read(path)
+        return load(found["table"], found["scale"])
     raise UserError(f"There are no finished runs in {str(folder)!r}.")
 
 
-def command(table: Table, cell: Cell) -> str:
-    """What makes this cell again."""
-    row = shlex.quote(cell.rows[0])
-    return f"pfed reproduce {table.source} --scale {table.scale} --methods {row} --seeds 1 --seed {cell.seed}"
+def read(path: Path) -> dict[str, Any]:
+    """What is kept of a finished run."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if lacking := {"table", "scale", "settings", "source", "version", "counted"} - found.keys():
+            raise KeyError(*lacking)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{str(path)!r} can't be read as a finished run: delete it to run it again.") from error
+    return found
+
+
+def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of a run that make a difference, those that were left out among them, by name such as local.lr."""
+    from pfed import store
+    from pfed.experiment import Experiment
+
+    found: dict[str, Any] = store.settings(Experiment.from_config(settings).config())
+    inner = {f"{key}.{name}": value for key in ("local", "hyper") for name, value in found.pop(key).items()}
+    return found | inner
 
 
 def chance(federation: Federation) -> float:
@@ -243,34 +309,7 @@ def chance(federation: Federation) -> float:
     return sum(found) / max(1, len(found))
 
 
-def _division(experiment: Experiment) -> dict[str, Any]:
-    """The settings that decide what each client has."""
-    names = {f.name for f in fields(options_of.SplitOptions)} | {"data", "external", "seed", "task"}
+def division(experiment: Experiment) -> dict[str, Any]:
+    """The settings that decide what each client has, and how its pixels are normalised."""
+    names = {f.name for f in fields(options_of.SplitOptions)} | {"data", "external", "seed", "task", "normalise"}
     return {key: value for key, value in experiment.config().items() if key in names}
-
-
-def commit() -> str | None:
-    """The commit of the sources, with + where they were changed; None where they are in no repository."""
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, timeout=20, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    head, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no", "--", "..")
-    return None if head is None else head + ("+" if changed else "")
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

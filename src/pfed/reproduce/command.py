@@ -17,7 +17,7 @@ from pfed.reproduce import paper
 from pfed.reproduce.paper import SCALES, Scale, Table
 
 if TYPE_CHECKING:
-    from pfed.reproduce.cells import Bench
+    from pfed.reproduce.cells import Bench, Cell
     from pfed.reproduce.output import Made
 
 OUT = "reproduce"
@@ -62,7 +62,7 @@ def _list(as_json: bool) -> None:
         for entry in found
     ]
     print(table(["table", "what", "paper", "data (small)", "full", "small"], rows, left=6))
-    print("\nTimes are estimates for all rows on two CPU cores. Data: + is here, - is not (see 'pfed data').")
+    print("\nTimes are estimates for all rows and seeds on two CPU cores. Data: + is here, - is not (see 'pfed data').")
 
 
 def _entry(name: str) -> dict[str, Any]:
@@ -100,13 +100,25 @@ def _make(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.out or Path(OUT, f"{table.name}-{table.scale}"))
     runs = Path(arguments.runs) if arguments.runs else folder / cells.RUNS
     bench = cells.Bench(table, folder, runs, _ways(arguments, table.scale))
-    planned = cells.plan(table, rows, seeds)
     _gathered(bench)  # a mistake in what is kept shows before anything is run
-    _say(f"{table.label}: {table.time} on two CPU cores for all rows of a seed; kept in {folder}.")
-    bench.all(planned, _say)
+    _say(f"{table.label}: {table.time} on two CPU cores for all rows and seeds of the table; kept in {folder}.")
+    bench.all(_possible(table, cells.plan(table, rows, seeds)), _say)
     made = _gathered(bench)
     _write(made, bench)
     print(json.dumps(made.json(), indent=2) if arguments.json else made.text())
+
+
+def _possible(table: Table, planned: list[Cell]) -> list[Cell]:
+    """The runs of the columns whose data are here or can be fetched; an error if there are none."""
+    from pfed.data import sources
+
+    missing = table.missing()
+    if len(missing) == len(table.columns):
+        sources.load(next(iter(missing.values())).partition(",")[0])  # says what to do
+    if missing:
+        named = ", ".join(f"{column} ({data})" for column, data in missing.items())
+        _say(f"Left out, for the data are not here: {named}.")
+    return [cell for cell in planned if set(cell.columns) - missing.keys()]
 
 
 def _split(text: str | None) -> list[str] | None:
@@ -135,7 +147,7 @@ def _say(text: str) -> None:
 
 def _gathered(bench: Bench) -> Made:
     """The table of all its runs that are finished, whichever command made them."""
-    from pfed.reproduce import cells
+    from pfed.reproduce import cells, origin
     from pfed.reproduce.output import Made
 
     table, rows = bench.table, list(bench.table.rows.values())
@@ -143,12 +155,22 @@ def _gathered(bench: Bench) -> Made:
     for cell in cells.plan(table, rows, bench.seeds()):
         if (found := bench.kept(cell)) is not None:
             kept |= {(row, column, cell.seed): found for row in cell.rows for column in cell.columns}
+    by_data: dict[str, set[str]] = {}
+    for found in kept.values():
+        by_data.setdefault(origin.whole(found["settings"]), set()).add(found["source"])
+    for read in by_data.values():
+        if len(read) > 1:
+            raise UserError(
+                f"The finished runs in {str(bench.folder)!r} are of different data: {' and '.join(sorted(read))}."
+                " Delete those of one, or take another folder with --out."
+            )
     ran, seeds = {row for row, _, _ in kept}, sorted({seed for _, _, seed in kept})
     again = f"pfed reproduce {table.source} --scale {table.scale}"
     if ran != set(table.rows):
         again += f" --methods {shlex.quote(','.join(name for name in table.rows if name in ran))}"
     again += f" --seeds {','.join(map(str, seeds))}" if len(seeds) > 1 else f" --seeds 1 --seed {(seeds or [0])[0]}"
-    return Made(table, [row for row in rows if row.paper or row.name in ran], kept, again)
+    missing = {name: data for name, data in table.missing().items() if name not in {key[1] for key in kept}}
+    return Made(table, [row for row in rows if row.paper or row.name in ran], kept, again, missing)
 
 
 def _write(made: Made, bench: Bench) -> None:

@@ -13,6 +13,7 @@ from pfed.reproduce.paper import Column, Published, Row, Table
 
 Kept = Mapping[str, Any]  # what is kept of a finished cell
 LEAST = 2  # seeds without which there is no spread
+MOST = 100  # seeds that anyone would run
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ def verdict(column: Column, places: Sequence[Place], kept: Mapping[tuple[str, in
     """`kept` has the finished runs by row and seed."""
     local = next((p for p in places if p.row.method == "local"), None)
     fedavg = next((p for name in ("fedavg", "fedavg+ft") for p in places if p.row.method == name), None)
+    named = fedavg.row.name if fedavg else ""
+    if local is not None and fedavg is None and (mixed := _mixed(column, places, kept)) is not None:
+        local, fedavg = mixed
+        named = f"the same models with {fedavg.row.method}, for models of different kinds have no FedAvg"
     if local is None or fedavg is None:
         return Verdict(column.name, False, "is not judged: it takes Local and FedAvg, and the table lacks one.", {})
     seeds = [s for s in local.values if s in fedavg.values]
@@ -112,11 +117,30 @@ def verdict(column: Column, places: Sequence[Place], kept: Mapping[tuple[str, in
     }
     said = (
         f"Local is {gain:+.2f} points over chance ({_plus_minus(deviation(gains))}) and {distance:+.2f} points over "
-        f"{fedavg.row.name} ({_plus_minus(deviation(apart))}), {len(seeds)} seed{'s' * (len(seeds) > 1)}."
+        f"{named} ({_plus_minus(deviation(apart))}), {len(seeds)} seed{'s' * (len(seeds) > 1)}."
     )
-    seconds = sum(kept[row, seed]["seconds"] for row, seed in kept) / len({seed for _, seed in kept})
+    once = {id(one): one["seconds"] for one in kept.values()}  # several rows may share a run
+    seconds = sum(once.values()) / len({seed for _, seed in kept})
     need = _need(gain, distance, deviation(gains), deviation(apart), len(seeds), seconds)
     return Verdict(column.name, not need, f"{'is undecided' if need else 'counts'}: {said}{need}", numbers)
+
+
+def _mixed(column: Column, places: Sequence[Place], kept: Mapping[tuple[str, int], Kept]) -> tuple[Place, Place] | None:
+    """Of a table of clients with models of different kinds: Local, and the table's own method with the same models.
+
+    Both over all clients, by the column's figure, where a row shows one client's.
+    """
+
+    def models(row: Row) -> str:
+        return next((one["settings"].get("model", "") for (name, _), one in kept.items() if name == row.name), "")
+
+    def over_all(row: Row) -> Place:
+        return Place(row, column, {s: value(one, column.figure) for (name, s), one in kept.items() if name == row.name})
+
+    rows = [place.row for place in places if "," in models(place.row)]
+    local = next((row for row in rows if row.method == "local"), None)
+    other = next((row for row in rows if row.method != "local" and local and models(row) == models(local)), None)
+    return None if local is None or other is None else (over_all(local), over_all(other))
 
 
 def _number(value: float | None) -> float:
@@ -132,20 +156,23 @@ def _need(
 ) -> str:
     """What would decide it, if it is not decided: how many seeds, and their time."""
     if of_gain is None or of_distance is None:
-        more = LEAST + 1
-        return f" One seed has no spread: {more} would have one, about {duration((more - seeds) * seconds)} more."
+        more = " or ".join(duration((n - seeds) * seconds) for n in (LEAST, LEAST + 1))
+        return f" One seed has no spread: {LEAST} or {LEAST + 1} seeds would have one, about {more} more."
     weak = [(q, s) for q, s in ((gain, of_gain), (abs(distance), of_distance)) if q <= s]
     if not weak:
         return ""
     least, spread = min(weak, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
     if least <= 0:
         return " Local does not learn here: more rounds or more data would have to come first."
-    wanted = max(seeds + 1, math.ceil((2 * spread / least) ** 2))
-    if wanted > 100:
+    wanted = math.ceil((2 * spread / least) ** 2)
+    if wanted > MOST:
         return " The difference is next to nothing: more rounds or more data would have to come first."
+    told = " A seed moves it by more than it is, and more seeds alone will not change that."
+    if wanted <= seeds:
+        return f"{told} It is no noise, though: the mean is more than twice its standard error."
     return (
-        f" A seed moves it by more than it is: {wanted} seeds would bring the standard error to half of it, "
-        f"about {duration((wanted - seeds) * seconds)} more."
+        f"{told} Whether the mean is noise would be decided by {wanted} seeds, which would bring it to twice its "
+        f"standard error, about {duration((wanted - seeds) * seconds)} more."
     )
 
 

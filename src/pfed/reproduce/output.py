@@ -6,16 +6,17 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from pfed.reproduce import figures
+from pfed.reproduce import figures, origin
 from pfed.reproduce.figures import Kept, Place, Verdict, duration
-from pfed.reproduce.paper import Column, Published, Row, Table
+from pfed.reproduce.paper import Column, Published, Row, Table, load
 from pfed.tables import table as aligned
 
 NONE = "–"
-REDUCED = "REDUCED, not the paper's setting: figures can't be compared with the paper's, only the order of the rows."
+NOT_HERE = "data not here"
+REDUCED = "REDUCED, not the paper's {}: figures can't be compared with the paper's, only the order of the rows."
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,33 @@ class Made:
     rows: Sequence[Row]
     kept: Mapping[tuple[str, str, int], Kept]  # by row, column and seed
     command: str
+    missing: Mapping[str, str] = field(default_factory=dict)  # columns whose data are not here, and which
+
+    @property
+    def label(self) -> str:
+        """The table's name with what is not the paper's: the scale, and the data as they were read."""
+        scale = [] if self.table.scale == "full" else [self.table.scale]
+        return "-".join([self.table.name, *scale, *self._foreign()])
+
+    def _foreign(self) -> list[str]:
+        """The data that were read and are not the paper's, or not all of them."""
+        full = load(self.table.source)
+        pairs = [(row, column) for row in full.rows.values() for column in full.columns.values()]
+        return sorted(set(self.sources()) - {origin.whole(full.settings(*pair)) for pair in pairs})
+
+    def sources(self, column: Column | None = None) -> list[str]:
+        """The data that were read, for a column or for all."""
+        kept = [one for (_, name, _), one in self.kept.items() if column is None or name == column.name]
+        return sorted({one["source"] for one in kept})
+
+    def other_data(self, column: Column) -> str:
+        """In how far the data of a column are not the paper's, in the paper's setting."""
+        own = [kept for (_, name, _), kept in self.kept.items() if name == column.name]
+        return next((text for kept in own if (text := origin.other_data(self.table, kept))), "")
+
+    def comparable(self, column: Column) -> bool:
+        """Whether the figures of a column can be compared with the paper's."""
+        return self.table.scale == "full" and not self.other_data(column)
 
     @property
     def columns(self) -> list[Column]:
@@ -39,7 +67,8 @@ class Made:
     def verdicts(self) -> list[Verdict]:
         """Of the main column, or of each where columns are runs of their own; costs are not judged."""
         places = self.places
-        judged = [c for c in (self.columns if self.table.by_column else self.columns[:1]) if c.unit == "%"]
+        asked = self.columns if self.table.by_column else self.columns[:1]
+        judged = [column for column in asked if column.unit == "%" and column.name not in self.missing]
         return [
             figures.verdict(
                 column,
@@ -52,11 +81,13 @@ class Made:
     def head(self) -> list[str]:
         """What stands above every form of the table."""
         table = self.table
-        title = f"{table.label}: {table.paper}. {table.about}"
-        if table.scale == "full":
-            return [title]
-        there = f" On {table.stands_in} in place of the paper's data." if table.stands_in else ""
-        return [title, f"{REDUCED}{there} {table.reduced}"]
+        title = f"{self.label}: {table.paper}. {table.about}"
+        if table.scale == "small":
+            place = " in place of the paper's data" if self._foreign() else ""
+            on = f" On {', '.join(self.sources())}{place}." if self.kept else ""
+            return [title, f"{REDUCED.format('setting')}{on} {table.reduced}"]
+        others = dict.fromkeys(text for column in self.columns if (text := self.other_data(column)))
+        return [title, f"{REDUCED.format('data')} There is {'; '.join(others)}."] if others else [title]
 
     def foot(self) -> list[str]:
         """What a reader must know: verdicts, how it was judged, what is open, notes of rows and runs."""
@@ -65,6 +96,7 @@ class Made:
         lines += [text for column in self.columns[:1] if (text := figures.leaders(column, places[column.name]))]
         lines += [f"The paper says: {self.table.claim}"] if self.table.claim else []
         lines += [self._judged()]
+        lines += [f"Not as in the paper: {text}" for text in self.table.differs]
         lines += [f"Left open by the paper: {text}" for text in self.table.open]
         lines += [f"{row.name}: {row.note}" for row in self.rows if row.note]
         notes: dict[str, set[str]] = {}
@@ -87,21 +119,26 @@ class Made:
 
     def _made_by(self) -> str:
         def said(key: str) -> str:
-            return ", ".join(sorted({str(kept[key]) for kept in self.kept.values()})) or NONE
+            return ", ".join(sorted({kept[key] for kept in self.kept.values() if kept[key] is not None}))
 
         torch = ", ".join(sorted({kept["versions"].get("torch", NONE) for kept in self.kept.values()}))
-        runs = {id(kept): kept["seconds"] for kept in self.kept.values()}
-        spent = sum(runs.values())
+        runs = {id(kept): kept for kept in self.kept.values()}.values()
+        taken = [kept for kept in runs if "taken" in kept]
+        spent = sum(kept["seconds"] for kept in runs if "taken" not in kept)
+        also = f", {len(taken)} of them taken from other tables" if taken else ""
+        commit = f"commit {said('commit')}, " if said("commit") else ""
         return (
-            f"pfed {said('version')}, commit {said('commit')}, torch {torch}, {said('processor')}; "
-            f"{len(runs)} run{'s' * (len(runs) != 1)}, {duration(spent)} of training."
+            f"pfed {said('version') or NONE}, {commit}torch {torch or NONE}, {said('processor') or NONE}; "
+            f"{len(runs)} run{'s' * (len(runs) != 1)}{also}, {duration(spent)} of training."
         )
 
     def cells(self, column: Column) -> tuple[list[str], list[list[str]]]:
         """Header and rows of one column's table."""
         places = self.places[column.name]
         unit = f"{column.name} {column.unit}"
-        if self.table.scale == "full":
+        if column.name in self.missing:
+            return [unit, "paper", "ours"], [[p.row.name, _paper(p.paper), NOT_HERE] for p in places]
+        if self.comparable(column):
             body = [[p.row.name, _paper(p.paper), _ours(p), _signed(p.gap), _plain(p.spread)] for p in places]
             return [unit, "paper", "ours", "gap", "spread"], body
         best = max if column.unit == "%" else min  # of costs the least
@@ -134,18 +171,17 @@ class Made:
 
     def csv(self) -> str:
         """One line for each place; without the paper's figures where they can't be compared."""
-        full = self.table.scale == "full"
         file = io.StringIO()
         names = ["table", "scale", "data", "row", "column", "unit", "paper", "paper_spread"]
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*names, "ours", "spread", "gap", "seeds", "comparable"])
         for column in self.columns:
+            full, data = self.comparable(column), ", ".join(self.sources(column))
             for place in self.places[column.name]:
                 paper = place.paper if full else None
-                settings = self.table.settings(place.row, column)
                 writer.writerow(
                     [
-                        *(self.table.name, self.table.scale, settings["data"], place.row.name, column.name),
+                        *(self.table.name, self.table.scale, data, place.row.name, column.name),
                         *(column.unit, _exact(paper.value if paper else None)),
                         *(_exact(paper.spread if paper else None), _exact(place.ours), _exact(place.spread)),
                         *(_exact(place.gap if full else None), len(place.values), "yes" if full else "no"),
@@ -154,16 +190,17 @@ class Made:
         return file.getvalue()
 
     def json(self) -> dict[str, Any]:
-        full = self.table.scale == "full"
+        comparable = {column.name: self.comparable(column) for column in self.columns}
         rows = [
             {
                 "row": place.row.name,
                 "method": place.row.method,
                 "column": column.name,
                 "unit": column.unit,
-                "paper": place.paper.value if full and place.paper else None,
+                "data": self.sources(column),
+                "paper": place.paper.value if comparable[column.name] and place.paper else None,
                 "ours": place.ours,
-                "gap": place.gap if full else None,
+                "gap": place.gap if comparable[column.name] else None,
                 "spread": place.spread,
                 "seeds": {str(seed): value for seed, value in place.values.items()},
             }
@@ -171,7 +208,12 @@ class Made:
             for place in self.places[column.name]
         ]
         verdicts = [{"column": v.column, "counts": v.counts, "text": v.text, **v.numbers} for v in self.verdicts()]
-        about = {"table": self.table.name, "scale": self.table.scale, "comparable": full, "command": self.command}
+        about = {
+            "table": self.table.name,
+            "scale": self.table.scale,
+            "comparable": all(comparable.values()),
+            "command": self.command,
+        }
         found: dict[str, Any] = json.loads(json.dumps({**about, "rows": rows, "verdicts": verdicts}))
         return found
 
@@ -212,7 +254,7 @@ def page(tables: Sequence[Made]) -> str:
         seeds = len({seed for _, _, seed in made.kept})
         verdict = "; ".join(v.text.partition(":")[0].removeprefix("is ") for v in made.verdicts()) or NONE
         first = figures.leaders(main, made.places[main.name]) or NONE
-        setting = "the paper's" if made.table.scale == "full" else "reduced"
-        lines.append([made.table.label, made.table.paper, setting, str(seeds), verdict, first])
+        setting = "the paper's" if all(map(made.comparable, made.columns)) else "reduced"
+        lines.append([made.label, made.table.paper, setting, str(seeds), verdict, first])
     summary = [_line(header), _line(["---"] * len(header)), *map(_line, lines)]
     return "\n".join(["# Tables of the papers, made again", "", *summary, "", *(made.markdown() for made in tables)])

@@ -21,7 +21,21 @@ SMALL = "-small"
 Scale = Literal["full", "small"]
 SCALES: tuple[Scale, ...] = ("full", "small")
 
-_KEYS = ("about", "paper", "claim", "open", "seeds", "time", "main", "columns", "run", "methods", "rows", "small")
+_KEYS = (
+    "about",
+    "paper",
+    "claim",
+    "open",
+    "differs",
+    "seeds",
+    "time",
+    "main",
+    "columns",
+    "run",
+    "methods",
+    "rows",
+    "small",
+)
 _ROW = ("name", "method", "run", "local", "hyper", "paper", "figure", "note")
 _COLUMN = ("figure", "run", "methods")
 _SMALL = ("about", "time", "seeds", "run", "methods", "columns", "rows", "models", "without")
@@ -76,6 +90,7 @@ class Table:
     paper: str
     claim: str
     open: Sequence[str]
+    differs: Sequence[str]
     seeds: Sequence[int]
     time: str
     main: str
@@ -95,6 +110,17 @@ class Table:
         there = f"-{self.stands_in}" if self.stands_in else ""
         return self.name if self.scale == "full" else f"{self.name}-{self.scale}{there}"
 
+    def missing(self) -> dict[str, str]:
+        """The columns whose data are not here and can't be fetched, and which."""
+        from pfed.data import sources
+        from pfed.data.catalog import SOURCES
+
+        def lacks(name: str) -> bool:
+            return name in SOURCES and not sources.can_be_had(name)
+
+        needs = {column.name: self.data([column]) for column in self.columns.values()}
+        return {column: ", ".join(filter(lacks, names)) for column, names in needs.items() if any(map(lacks, names))}
+
     @property
     def by_column(self) -> bool:
         """Whether columns are runs of their own."""
@@ -111,9 +137,9 @@ class Table:
         merged["model"] = self.models.get(merged.get("model", "auto"), merged.get("model", "auto"))
         return {key: value for key, value in merged.items() if key not in self.without}
 
-    def data(self) -> list[str]:
-        """The data sets that it needs."""
-        pairs = [(row, column) for row in self.rows.values() for column in self.columns.values()]
+    def data(self, columns: Sequence[Column] = ()) -> list[str]:
+        """The data sets that it needs, or some of its columns."""
+        pairs = [(row, column) for row in self.rows.values() for column in columns or self.columns.values()]
         settings = [self.settings(row, column) for row, column in pairs]
         return list(dict.fromkeys(s[key] for s in settings for key in ("data", "external") if s.get(key)))
 
@@ -168,6 +194,7 @@ def _table(values: dict[str, Any], name: str, source: str, scale: Scale) -> Tabl
         paper=values["paper"],
         claim=values.get("claim", ""),
         open=tuple(values.get("open", ())),
+        differs=tuple(values.get("differs", ())),
         seeds=_seeds(values.get("seeds", [0]), where),
         time=values["time"],
         main=values.get("main", next(reversed(columns))),
