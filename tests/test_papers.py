@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from papers_figures import FIGURES
 
 from pfed import Experiment, UserError, presets
-from pfed.data.federate import partition_of
+from pfed.config import SplitOptions
+from pfed.data.base import Dataset
+from pfed.data.catalog import SOURCES
+from pfed.data.federate import OWNER, federate, partition_of
 from pfed.reproduce import cells, paper
 from pfed.reproduce.paper import SCALES, Table
 
@@ -120,22 +124,72 @@ def test_every_setting_is_one_that_its_method_takes(name: str) -> None:
             }
 
 
+EVERYWHERE = {
+    *("data", "task", "partition", "test_split", "model", "pretrained", "rounds", "fraction", "normalise", "augment"),
+    *("bn", "eval_point", "eval_every", "eval_last", "select", "new_test"),
+}
+
+
+def applying(values: dict[str, Any], needs: frozenset[str]) -> set[str]:
+    """The options of a run that change its figures, in this setting."""
+    kind, source = values["partition"], SOURCES[values["data"]]
+    found = EVERYWHERE | {key for key, owner in OWNER.items() if owner == kind}
+    found |= {"public", "public_in_train"} if "public" in needs else set()
+    found |= {"validation"} if "validation" in needs or values["select"] == "validation" else set()
+    if kind != "domain":
+        found |= {"clients"}
+    if kind in ("domain", "natural") and not source.test and not source.boxes:
+        found |= {"test_fraction", "image_size"}
+    return found
+
+
 @pytest.mark.parametrize("name", paper.names())
 def test_every_setting_is_said(name: str) -> None:
-    """Nothing is left to defaults that may change: all of local training and of each method's options."""
-    for values in settings(name, "full"):
-        made = Experiment.from_config(values)
-        assert values["local"].keys() == made.config()["local"].keys()
-        left_open = {key for key, value in made.method.hyperparameters().items() if value is not None}
-        assert values["hyper"].keys() >= left_open
-        assert {"data", "model", "rounds", "fraction", "partition", "augment", "bn", "select"} <= values.keys()
-        assert {"eval_point", "eval_every", "eval_last"} <= values.keys()
+    """Nothing is left to defaults that may change: of the run, of local training, and of each method."""
+    for scale in SCALES:
+        for values in settings(name, scale):
+            made = Experiment.from_config(values)
+            assert values["local"].keys() == made.config()["local"].keys()
+            left_open = {key for key, value in made.method.hyperparameters().items() if value is not None}
+            assert values["hyper"].keys() >= left_open
+            assert applying(values, made.method.needs) <= values.keys()
+
+
+def test_thirty_raters_are_clients() -> None:
+    (values, *_) = settings("cd2-flickr", "full")
+    split = {key: values[key] for key in ("clients", "partition", "test_split", "test_fraction")}
+    owners = torch.arange(400) % 40
+    ratings = tuple("12345")
+    rated = Dataset("raters", torch.rand(400, 3, 8, 8), torch.arange(400) % 5, ratings, groups=owners)
+    made = [federate(rated, SplitOptions(**split), seed) for seed in (0, 1)]
+    assert [len(federation.clients) for federation in made] == [30, 30]
+    first, second = ({client.name for client in federation.clients} for federation in made)
+    assert first != second
+
+
+def test_what_shares_batchnorm_and_what_keeps_it() -> None:
+    """Else FedAvg would be FedBN."""
+    for name in ("fedbsd-digits", "fedbsd-domainnet"):
+        found = {values["method"]: values["bn"] for values in settings(name, "full")}
+        assert {method for method, bn in found.items() if bn == "share"} == {"fedavg", "fedprox"}
+        assert found["fedbsd"] == "local-all"
+
+
+def test_small_tables_have_runs_in_common() -> None:
+    def runs(*names: str) -> tuple[int, int]:
+        """How many are planned, and how many differ."""
+        planned = [json.dumps(cells.complete(values), sort_keys=True) for n in names for values in settings(n, "small")]
+        return len(planned), len(set(planned))
+
+    assert runs("dualfed-pacs", "dualfed-personal") == (14, 11)
+    home = [f"partialfed-{name}" for name in ("officehome", "skip", "bn", "bottomup", "topdown")]
+    planned, different = runs(*home)
+    assert planned - different == 3 + 3 + 3 + 2  # Single and Full in each, and one of its strategies in three
 
 
 @pytest.mark.parametrize("name", paper.names())
 def test_data_and_models_are_known(name: str) -> None:
     from pfed import models
-    from pfed.data.catalog import SOURCES
 
     for scale in SCALES:
         data = set(paper.load(name, scale).data())
