@@ -120,7 +120,15 @@ def test_finished_runs_of_other_data_are_not_taken(folder: Path, capsys: pytest.
     assert reproduce("mine.toml", "--out", "out/a", "--methods", "local") == 2
     assert "is of other data: cifar100 (12k pool), and here is cifar100." in capsys.readouterr().err
     assert reproduce("mine.toml", "--out", "out/a", "--methods", "fedavg") == 2  # beside the other
-    assert "are of different data: cifar100 and cifar100 (12k pool)." in capsys.readouterr().err
+    assert "different data: cifar100 (12k pool) (30 training and 10 test samples) and" in capsys.readouterr().err
+
+
+def test_finished_runs_of_other_samples_are_not_mixed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put_original(folder)
+    assert reproduce("mine.toml", "--out", "out/a", "--methods", "local") == 0
+    put_original(folder, train=20)
+    assert reproduce("mine.toml", "--out", "out/a", "--methods", "fedavg") == 2
+    assert "different data: cifar100 (20 training and 10 test samples) and cifar100 (30" in capsys.readouterr().err
 
 
 def test_runs_of_other_data_are_not_taken(folder: Path) -> None:

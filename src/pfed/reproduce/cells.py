@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,6 +266,23 @@ class Bench:
             os.replace(temporary, path)
         except OSError as error:
             raise UserError(f"{str(path)!r} can't be written: {error.strerror}.") from error
+
+
+def check_data(folder: Path, kept: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse finished runs that divide the same data set in the same way, and yet had different data."""
+    from pfed.experiment import Experiment
+
+    found: dict[str, set[str]] = {}
+    for one in kept:
+        key = json.dumps(division(Experiment.from_config(one["settings"])), sort_keys=True)
+        train, test = (sum(client[what] for client in one["result"]["per_client"]) for what in ("train", "test"))
+        found.setdefault(key, set()).add(f"{one['source']} ({train} training and {test} test samples)")
+    for data in found.values():
+        if len(data) > 1:
+            raise UserError(
+                f"The finished runs in {str(folder)!r} are of different data: {' and '.join(sorted(data))}."
+                " Delete those of one, or take another folder with --out."
+            )
 
 
 def table_of(folder: Path) -> Table:

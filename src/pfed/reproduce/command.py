@@ -147,7 +147,7 @@ def _say(text: str) -> None:
 
 def _gathered(bench: Bench) -> Made:
     """The table of all its runs that are finished, whichever command made them."""
-    from pfed.reproduce import cells, origin
+    from pfed.reproduce import cells
     from pfed.reproduce.output import Made
 
     table, rows = bench.table, list(bench.table.rows.values())
@@ -155,15 +155,7 @@ def _gathered(bench: Bench) -> Made:
     for cell in cells.plan(table, rows, bench.seeds()):
         if (found := bench.kept(cell)) is not None:
             kept |= {(row, column, cell.seed): found for row in cell.rows for column in cell.columns}
-    by_data: dict[str, set[str]] = {}
-    for found in kept.values():
-        by_data.setdefault(origin.whole(found["settings"]), set()).add(found["source"])
-    for read in by_data.values():
-        if len(read) > 1:
-            raise UserError(
-                f"The finished runs in {str(bench.folder)!r} are of different data: {' and '.join(sorted(read))}."
-                " Delete those of one, or take another folder with --out."
-            )
+    cells.check_data(bench.folder, kept.values())
     ran, seeds = {row for row, _, _ in kept}, sorted({seed for _, _, seed in kept})
     again = f"pfed reproduce {table.source} --scale {table.scale}"
     if ran != set(table.rows):
