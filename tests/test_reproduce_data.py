@@ -180,6 +180,15 @@ def test_clients_that_are_missing_make_figures_incomparable() -> None:
     assert origin.other_data(strategy, kept("pacs", "local", ["photo", "sketch"], partition="domain"))
 
 
+def test_bytes_do_not_depend_on_the_data() -> None:
+    pool = {**kept("cifar100", "fedavg", ["client-0", "client-1"]), "source": "cifar100 (12k pool)"}
+    for name, comparable in (("fedcd-comm", True), ("fedcd-iid", False)):
+        table = paper.load(name)
+        places = {("FedAvg", column, 0): pool for column in table.columns}
+        made = Made(table, list(table.rows.values()), places, "")
+        assert {made.comparable(column) for column in made.columns} == {comparable}
+
+
 TWO = (
     TABLE.replace('accuracy = "personal/local-test"', "")
     .replace('data = "cifar100"\n', "")
@@ -224,6 +233,7 @@ def test_a_run_is_taken_from_another_table(folder: Path, capsys: pytest.CaptureF
     taken, first = read("out/other-2/cells/fedavg-s0.json"), read("out/mine/cells/fedavg-s0.json")
     assert (taken["table"], taken["taken"]) == ("other.toml", "mine/cells/fedavg-s0.json")
     assert taken["result"] == first["result"]
+    assert "FedAvg" in Path("out/other-2/report.html").read_text()  # of the runs where they are
 
 
 def test_runs_of_another_version_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

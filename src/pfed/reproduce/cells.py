@@ -193,8 +193,14 @@ class Bench:
 
         for cell in cells:
             kept = self.kept(cell)
-            folder = self.runs / cell.name / kept["result"]["run"] if kept else None
-            if folder is not None and folder.is_dir():
+            if kept is None:
+                continue
+            runs = self.runs / cell.name
+            if "taken" in kept:
+                table, _, file = Path(kept["taken"]).parts
+                runs = self.folder.parent / table / RUNS / Path(file).stem
+            folder = runs / kept["result"]["run"]
+            if folder.is_dir():
                 result = Result.load(folder)
                 if result.method != "local" and len(cell.rows) == 1:
                     result.method = cell.rows[0]

@@ -47,7 +47,9 @@ class Made:
         return sorted({one["source"] for one in kept})
 
     def other_data(self, column: Column) -> str:
-        """In how far the data of a column are not the paper's, in the paper's setting."""
+        """In how far the data of a column are not the paper's, in the paper's setting, where that matters."""
+        if column.figure.startswith("bytes:"):  # of so many rounds, whatever the data
+            return ""
         own = [kept for (_, name, _), kept in self.kept.items() if name == column.name]
         return next((text for kept in own if (text := origin.other_data(self.table, kept))), "")
 
