@@ -317,15 +317,6 @@ def test_the_verdict_has_its_numbers(file: Path) -> None:
     assert (no_local.counts, no_local.text[:13]) == (False, "is not judged")
 
 
-def test_chance_is_the_most_frequent_class(tiny: Federation) -> None:
-    found = []
-    for client in tiny.clients:
-        labels = client.train.labels.tolist()
-        most = min(set(labels), key=lambda y: (-labels.count(y), y))
-        found.append(sum(y == most for y in client.test.labels.tolist()) / len(client.test))
-    assert cells.chance(tiny) == pytest.approx(sum(found) / 4)
-
-
 def test_a_page_of_all_tables_is_made_of_what_is_kept(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

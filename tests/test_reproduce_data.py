@@ -14,6 +14,7 @@ import pytest
 
 from pfed import Experiment, UserError, cli, compare
 from pfed.data import sources
+from pfed.data.base import Federation
 from pfed.data.catalog import SOURCES
 from pfed.reproduce import cells, figures, origin, paper
 from pfed.reproduce.output import Made
@@ -266,6 +267,15 @@ def test_a_federation_of_other_pixels_is_not_taken_over(division: Callable[..., 
     assert division() == division(rounds=2)
     assert division() != division(normalise="half")
     assert division() != division(train_cap=5)
+
+
+def test_chance_is_the_most_frequent_class(tiny: Federation) -> None:
+    found = []
+    for client in tiny.clients:
+        labels = client.train.labels.tolist()
+        most = min(set(labels), key=lambda y: (-labels.count(y), y))
+        found.append(sum(y == most for y in client.test.labels.tolist()) / len(client.test))
+    assert cells.chance(tiny) == pytest.approx(sum(found) / 4)
 
 
 def test_where_a_run_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:

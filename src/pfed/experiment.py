@@ -8,14 +8,14 @@ import dataclasses
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from pfed import anatomy, options, pictures, pool, registry, store, tasks, trackers
+from pfed import anatomy, machine, options, pictures, pool, registry, store, tasks, trackers
 from pfed.client import step_fractions
 from pfed.config import Local, RunOptions
 from pfed.data.base import Dataset, Federation, Samples, class_counts
@@ -185,7 +185,7 @@ class Experiment:
         record = opened.record
         if not record.get("created"):
             self._describe(opened)
-        with _one_thread():
+        with machine.one_thread():
             self.session = session = Session(self.method, self.options, self.federation(), models, opened, self.carrier)
             if record.get("state") == "complete" and session.done.round == session.last:
                 return Result(record, opened.run, opened.folder)
@@ -268,17 +268,6 @@ class Experiment:
             feature_skew=feature_skew(federation),
             versions=versions(),
         )
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread: float sums do not depend on the machine's cores, and processes are the way to use those."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _method(method: str | Method | type[Method], hyper: Mapping[str, Any]) -> Method:

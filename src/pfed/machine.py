@@ -7,6 +7,7 @@ import ctypes
 import math
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -64,3 +65,14 @@ def keep_freed_memory() -> None:
         if hasattr(libc, "mallopt"):
             libc.mallopt(M_MMAP_THRESHOLD, LARGEST)
             libc.mallopt(M_TRIM_THRESHOLD, KEPT)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread: float sums do not depend on the machine's cores, and processes are the way to use those."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
