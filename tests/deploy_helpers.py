@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,45 @@ class Near(Link):
         data = fobs.dumps(message.pack(told, found))
         self.received.append(data)
         return fobs.loads(data)
+
+
+def near(root: Path, **settings: Any) -> Near:
+    return Near({name: make_kit(root, name, **settings) for name in NAMES})
+
+
+def job(link: Near, config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """What the server tells the sites when a run begins."""
+    settings = remote.check({**TINY, **config, "clients": len(NAMES)})
+    facts = link.sites["alba"].facts()
+    told = {"run": "test-1", "config": settings, "sites": list(NAMES), "records": False, "privacy": None, **more}
+    return {**told, "facts": json.loads(json.dumps(asdict(facts)))}
+
+
+def begun(root: Path, config: Mapping[str, Any], **more: Any) -> tuple[Any, dict[str, Any]]:
+    """A site in a run, and the manifest that it has agreed to."""
+    link = near(root)
+    told, _ = link.sites["alba"].answer({"kind": "begin", "job": job(link, config, **more)}, {})
+    return link.sites["alba"], told["manifest"]
+
+
+def planned(root: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a run that nobody begins."""
+    link = near(root)
+    return link.sites["alba"].plan(job(link, config))
+
+
+def body_of(listed: Mapping[str, Any]) -> Tensors:
+    """A body that fits what the manifest of FedRep lists."""
+    names = listed["calls"]["update"]["values"]["body"]["names"]
+    return Tensors({name: torch.zeros(shape) for name, (_, *shape) in names.items()})
+
+
+def ask(at: Any, step: str, payload: Payload, **more: Any) -> dict[str, Any]:
+    """What a site says of a step, beside the payload."""
+    from pfed.deploy import worker
+
+    about = {"kind": "step", "run": "test-1", "step": step, "round": 1, "base": 0, "version": 1, "since": 0, **more}
+    return worker.answer(at.answer, about, payload)[0]
 
 
 def conduct(root: Path, link: Link, config: Mapping[str, Any], **more: Any) -> Result:

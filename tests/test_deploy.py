@@ -82,6 +82,7 @@ def test_mistakes_in_init(words: list[str], error: str, tmp_path: Path, capsys: 
         (["own.py"], "A method must be installed at every site: no code is sent. Got 'own.py'."),
         (["fedavgg"], "There is no method 'fedavgg'. Did you mean 'fedavg'?"),
         (["fedavg", "--dp-noise", "1"], "--dp-noise needs --dp-clip, the length that an update may have."),
+        (["fedavg", "--dp-clip", "1", "--records"], "--records does not go with --dp-clip: noise does not cover"),
         (["fedavg", "--dp-clip", "0"], "--dp-clip must be > 0. Got 0."),
         (["fedavg", "--dp-clip", "much"], "--dp-clip must be a number. Got 'much'."),
         ([], "'pfed deploy run' takes a METHOD, a FILE.toml, or --resume RUN."),
@@ -190,6 +191,42 @@ def test_a_kit_is_safe_before_its_process_starts(tmp_path: Path) -> None:
         assert "log_streamer" not in text
         assert "data" not in json.loads(text)
     assert json.loads((folder / "oslo" / "local" / "resources.json").read_text())["allow_log_streaming"] is False
+
+
+@needs_nvflare
+def test_only_listed_classes_are_built_in_a_kit(tmp_path: Path) -> None:
+    """As NVFlare itself reads the list: neither their modules' other contents nor names that begin alike."""
+    from nvflare.apis.fl_exception import UnsafeComponentError
+    from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
+
+    from pfed.deploy import kits
+
+    def built(part: str, name: str) -> bool:
+        class Place:
+            def get_resources_file_path(self) -> str:
+                return str(tmp_path / part / "local" / "resources.json")
+
+        try:
+            ComponentPathAuthorizer().authorize_component_config({"path": name}, workspace=Place())
+        except UnsafeComponentError:
+            return False
+        return True
+
+    for part, file in (("oslo", "fed_client.json"), ("server", "fed_server.json")):
+        for name in ("startup", "local"):
+            (tmp_path / part / name).mkdir(parents=True)
+        (tmp_path / part / "startup" / file).touch()
+        store = {"snapshot_persistor": {"args": {"storage": {"args": {}}}}, "servers": [{}]}
+        default = {"components": [], "class_list_enforcement_mode": "warn", **store}
+        (tmp_path / part / "local" / "resources.json.default").write_text(json.dumps(default))
+        kits.settle(tmp_path / part)
+    ours = {"oslo": "pfed.deploy.executor.SiteExecutor", "server": "pfed.deploy.controller.RunController"}
+    for part, own in ours.items():
+        assert built(part, own)
+        assert built(part, "pfed.deploy.arrivals.Arrivals")
+        others = [name for name in ours.values() if name != own]
+        for name in (*others, f"{own}X", "pfed.deploy.remote.Experiment", "pfed.deploy.remote.Remote", "os.system"):
+            assert not built(part, name), name
 
 
 def test_a_run_of_sites_is_not_resumed_as_a_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

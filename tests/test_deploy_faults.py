@@ -75,7 +75,7 @@ def _name(payload: Payload) -> Payload:
 
 
 def _key(payload: Payload) -> Payload:
-    return {**payload, "extra": torch.zeros(3)}
+    return {**payload, "extra": 3.0}
 
 
 def _tenfold(payload: Payload) -> Payload:
@@ -87,7 +87,7 @@ BAD = {
     "shape": (_shape, "sent a shape that its manifest does not list"),
     "name": (_name, "sent a name that its manifest does not list"),
     "key": (_key, "sent a name that its manifest does not list"),
-    "tenfold": (_tenfold, "sent a shape that its manifest does not list"),
+    "tenfold": (_tenfold, "sent a size that its manifest does not list"),
 }
 
 

@@ -201,13 +201,45 @@ def test_code_that_comes_with_a_job_does_not_run(federation: Federation, tmp_pat
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("cls", ["nvflare.app_common.np.np_trainer.NPTrainer", "subprocess.Popen"])
+def says(federation: Federation, text: str) -> bool:
+    """Whether a site's own logs have this text."""
+    return any(text in log.read_text(errors="replace") for log in (federation.folder / "alba").rglob("*log*.txt"))
+
+
+@pytest.mark.parametrize(
+    "cls", ["nvflare.app_common.np.np_trainer.NPTrainer", "subprocess.Popen", "pfed.deploy.executor.SiteExecutor.Other"]
+)
 def test_other_classes_than_ours_are_not_built_at_a_site(cls: str, federation: Federation, tmp_path: Path) -> None:
     def edit(folder: Path) -> None:
         file = folder / "app" / "config" / "config_fed_client.json"
         file.write_text(file.read_text().replace("pfed.deploy.executor.SiteExecutor", cls))
 
     assert "COMPLETED" not in submit(federation, edit, tmp_path)
+    ours = cls.startswith("pfed.")  # what is below a class of ours is allowed, and is nowhere
+    reason = "No module named 'pfed.deploy.executor.SiteExecutor'" if ours else f"Component '{cls}' at config path"
+    until(lambda: says(federation, reason), "the reason in the site's log", 30.0)
+    assert ours or says(federation, "is not in allow_list")
+
+
+@pytest.mark.parametrize("path", ["pfed.deploy.remote.Experiment", "pfed.experiment.Experiment"])
+def test_a_method_file_that_lies_in_a_job_does_not_run_at_a_site(
+    path: str, federation: Federation, tmp_path: Path
+) -> None:
+    """An experiment would load the file of its method: it can be imported from pfed, and is not built."""
+    ran = tmp_path / "ran"
+
+    def edit(folder: Path) -> None:
+        config = folder / "app" / "config"
+        (config / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
+        file = config / "config_fed_client.json"
+        told = json.loads(file.read_text())
+        evil = {"method": "{JOB_CONFIG_DIR}/config/evil.py", "data": "digits"}
+        told["components"] = [{"id": "evil", "path": path, "args": evil}]
+        file.write_text(json.dumps(told))
+
+    assert "COMPLETED" not in submit(federation, edit, tmp_path)
+    assert not ran.exists()
+    until(lambda: says(federation, f"Component '{path}' at config path"), "the reason in the site's log", 30.0)
 
 
 def test_nobody_reads_the_files_of_a_site(federation: Federation) -> None:
@@ -282,7 +314,7 @@ def test_a_site_that_sends_rubbish_or_nothing_fails_alone(tmp_path: Path, monkey
         (1, "bad reply", "is not finite"),
         (2, "bad reply", "sent a shape that its manifest does not list"),
         (3, "bad reply", "sent a name that its manifest does not list"),
-        (4, "bad reply", "sent a shape that its manifest does not list"),
+        (4, "bad reply", "sent a size that its manifest does not list"),
         (5, "late", "did not answer within 30 seconds"),
     ]
     assert [row["participants"] for row in result.rounds if row["round"]] == [1, 1, 1, 1, 1, 2, 2]

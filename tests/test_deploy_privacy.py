@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,26 @@ import torch
 
 pytest.importorskip("nvflare", reason="needs NVFlare: install pfed[deploy]")
 
-from deploy_helpers import NAMES, TINY, Near, conduct, make_kit, make_server, plan, simulate, write_data
+from deploy_helpers import (
+    NAMES,
+    TINY,
+    Near,
+    ask,
+    begun,
+    body_of,
+    conduct,
+    job,
+    make_kit,
+    make_server,
+    near,
+    plan,
+    planned,
+    simulate,
+    write_data,
+)
 
 from pfed import Tensors
-from pfed.deploy import manifest, message, remote, site, worker
+from pfed.deploy import manifest, message, site, worker
 from pfed.deploy.controller import Conductor
 from pfed.errors import RunError, UserError
 
@@ -36,36 +51,6 @@ def root(data: Path, tmp_path: Path) -> Path:
         (tmp_path / name).symlink_to(data / name)
     make_server(tmp_path)
     return tmp_path
-
-
-def near(root: Path, **settings: Any) -> Near:
-    return Near({name: make_kit(root, name, **settings) for name in NAMES})
-
-
-def job(root: Path, link: Near, config: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What the server tells the sites when a run begins."""
-    settings = remote.check({**TINY, **config, "clients": len(NAMES)})
-    facts = link.sites["alba"].facts()
-    told = {"run": "test-1", "config": settings, "sites": list(NAMES), "records": False, "privacy": None, **more}
-    return {**told, "facts": json.loads(json.dumps(asdict(facts)))}
-
-
-def begun(root: Path, config: dict[str, Any], **more: Any) -> tuple[site.Site, dict[str, Any]]:
-    """A site in a run, and the manifest that it has agreed to."""
-    link = near(root)
-    told, _ = link.sites["alba"].answer({"kind": "begin", "job": job(root, link, config, **more)}, {})
-    return link.sites["alba"], told["manifest"]
-
-
-def planned(root: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a run that nobody begins."""
-    link = near(root)
-    return link.sites["alba"].plan(job(root, link, config))
-
-
-def ask(at: site.Site, step: str, payload: dict[str, Any], **more: Any) -> dict[str, Any]:
-    about = {"kind": "step", "run": "test-1", "step": step, "round": 1, "base": 0, "version": 1, "since": 0, **more}
-    return worker.answer(at.answer, about, payload)[0]
 
 
 def test_a_manifest_lists_what_a_method_sends(root: Path) -> None:
@@ -91,11 +76,12 @@ def test_bytes_of_the_manifest_are_those_that_are_counted(root: Path) -> None:
 
 def test_the_same_promises_have_the_same_digest_and_others_not(root: Path) -> None:
     one = planned(root, {"method": "fedrep"})
-    again = planned(root, {"method": "fedrep", "seed": 5})
-    longer = planned(root, {"method": "fedrep", "rounds": 3})
+    again = planned(root, {"method": "fedrep", "checkpoint_every": 1})  # of which nothing depends
     assert manifest.digest(one) == manifest.digest(again)
     assert manifest.digest(one) == manifest.digest(json.loads(json.dumps(one)))
-    assert manifest.digest(one) != manifest.digest(longer)
+    local = {**TINY["local"], "epochs": 2}
+    for other in ({"rounds": 3}, {"seed": 5}, {"local": local}, {"test_fraction": 0.5}, {"eval_every": 2}):
+        assert manifest.digest(one) != manifest.digest(planned(root, {"method": "fedrep", **other})), other
 
 
 def test_a_run_begins_only_when_every_site_has_approved(root: Path) -> None:
@@ -128,10 +114,8 @@ def test_what_fits_a_budget_is_approved_and_what_does_not_is_not(root: Path) -> 
 
 def test_a_site_refuses_what_is_not_in_its_manifest(root: Path) -> None:
     at, listed = begun(root, {"method": "fedrep", "hyper": {"head_epochs": 1}})
-    body = Tensors({n: torch.zeros(s) for n, (_, *s) in listed["calls"]["update"]["values"]["body"]["names"].items()})
+    body = body_of(listed)
     assert ask(at, "update", {"body": body})["code"] == "ok"
-    assert ask(at, "update", {"body": body})["code"] == "ok"  # the same call once more
-    assert ask(at, "update", {"body": body}, version=2) == {"code": "refused", "why": "calls"}
     assert ask(at, "update", {"body": body}, version=3, round=9) == {"code": "refused", "why": "round"}
     for step in ("@weights", "@new-test", "@representation", "predictor", "nothing"):
         assert ask(at, step, {"body": body}, version=None)["why"] == "step"
@@ -145,12 +129,13 @@ def test_a_site_sends_nothing_that_it_did_not_list(root: Path, monkeypatch: pyte
     from pfed.methods.fedrep import FedRep
 
     at, listed = begun(root, {"method": "fedrep", "hyper": {"head_epochs": 1}})
-    names = listed["calls"]["update"]["values"]["body"]["names"]
-    body = Tensors({n: torch.zeros(shape) for n, (_, *shape) in names.items()})
+    body = body_of(listed)
     sent: list[dict[str, Any]] = [
         {"body": body, "data": torch.zeros(3)},
         {"body": Tensors({**body, "head.weight": torch.zeros(2)})},
         {"body": Tensors({n: t.double() for n, t in body.items()})},
+        {"body": Tensors(dict(list(body.items())[1:]))},
+        {},
         {"body": 3.0},
         {"body": "a text"},
     ]
@@ -162,20 +147,20 @@ def test_a_site_sends_nothing_that_it_did_not_list(root: Path, monkeypatch: pyte
         update._pfed_step = True  # type: ignore[attr-defined]
         monkeypatch.setattr(FedRep, "update", update)
         told = ask(at, "update", {"body": body}, round=version % 3, version=version)
-        assert told["code"] == "refused", payload
+        assert (told["code"], told["why"]) in {("refused", why) for why in ("name", "shape", "kind", "size")}, payload
     assert not list((root / "kits" / "alba" / "runs" / "test-1").glob("version-*"))
 
 
 @pytest.mark.parametrize("run", ["../evil", "a/b", "", ".hidden"])
 def test_the_name_of_a_run_is_no_path(run: str, root: Path) -> None:
     link = near(root)
-    question = {"kind": "begin", "job": {**job(root, link, {"method": "fedrep"}), "run": run}}
+    question = {"kind": "begin", "job": {**job(link, {"method": "fedrep"}), "run": run}}
     assert worker.answer(link.sites["alba"].answer, question, {})[0] == {"code": "refused", "why": "question"}
 
 
 def test_methods_from_files_are_refused_at_the_site(root: Path, tmp_path: Path) -> None:
     link = near(root)
-    told = job(root, link, {"method": "fedrep"})
+    told = job(link, {"method": "fedrep"})
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     told["config"]["method"] = str(tmp_path / "evil.py")
     assert worker.answer(link.sites["alba"].answer, {"kind": "begin", "job": told}, {})[0]["code"] == "raised"
@@ -264,9 +249,7 @@ def test_each_site_may_have_its_own_architecture(root: Path) -> None:
     )
     link = Near({name: make_kit(root, name, model=model) for name, model in models.items()})
     with pytest.raises(RunError, match="Site alba can't begin"):
-        Conductor(
-            link, {**job(root, link, {"method": "fedavg"}), "run": plan(root, {})}, root / "kits" / "server"
-        ).run()
+        Conductor(link, {**job(link, {"method": "fedavg"}), "run": plan(root, {})}, root / "kits" / "server").run()
 
 
 def test_messages_hold_only_what_they_name(root: Path) -> None:

@@ -108,6 +108,8 @@ class Exchange:
         chosen = sorted(client for client in ids if not self.lenient or client not in self.ledger.failures)
         call = self._call(step, round, chosen, payload, None)
         for client, answer in _ascending(chosen, self.engine.map(call)):
+            if isinstance(answer, Reply) and self.lenient and not wire.finite(answer.payload):
+                answer = Failure("bad reply", f"sent numbers of {step} that are not finite")
             if isinstance(answer, Failure) and self.lenient:
                 self.ledger.failures[client] = answer
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
@@ -73,6 +74,13 @@ def fault(reply: Mapping[str, Value], sent: Mapping[str, Value], model: Mapping[
             elif name and isinstance(known, Tensors) and name not in known:
                 return f"{label} is a name that the model does not have"
     return None
+
+
+def finite(payload: Mapping[str, Value]) -> bool:
+    """Whether all its numbers are."""
+    numbers = (value for value in payload.values() if isinstance(value, float))
+    floats = (tensor for tensor in tensors(payload) if tensor.is_floating_point())
+    return all(map(math.isfinite, numbers)) and all(bool(torch.isfinite(tensor).all()) for tensor in floats)
 
 
 def _kind(tensor: Tensor) -> str:
@@ -153,6 +161,14 @@ def pieces(tree: State) -> list[bytes | memoryview]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little"), text, *data]
+
+
+def digest(tree: State) -> str:
+    """The same for the same state or payload, and for no other."""
+    found = hashlib.sha256()
+    for piece in pieces(tree):
+        found.update(piece)
+    return found.hexdigest()
 
 
 def decode(data: bytes | bytearray | mmap.mmap | memoryview) -> State:

@@ -12,6 +12,10 @@ from importlib.util import find_spec
 from pfed.errors import UserError
 
 
+class Refused(Exception):
+    """A site does not do what it was asked, for a reason that is one word of a list."""
+
+
 def check_installed() -> None:
     """Say which extra is missing, if so."""
     if find_spec("nvflare") is None:

@@ -213,13 +213,15 @@ def _listens(port: int) -> bool:
 
 
 def _approve(arguments: argparse.Namespace) -> None:
-    from pfed.deploy import manifest, site
+    from pfed.deploy import limits, manifest, site
 
     file = Path(arguments.manifest)
     plan = manifest.load(file)
+    kit = Path(arguments.kit) if arguments.kit else file.absolute().parent.parent
     print(manifest.text(plan))
+    if plan["privacy"]:
+        print(f"with all runs of the site before it: epsilon {limits.total(kit, plan['privacy']):.4g}")
     if not arguments.show:
-        kit = Path(arguments.kit) if arguments.kit else file.absolute().parent.parent
         site.approve(kit, plan)
         print(f"{plan['site']} has approved {manifest.digest(plan)[:12]}.")
 
@@ -237,6 +239,8 @@ def _run(arguments: argparse.Namespace) -> None:
     else:
         rule = _rule(arguments)
         privacy.check(rule)
+        if rule and arguments.records:
+            raise UserError("--records does not go with --dp-clip: noise does not cover what methods log.")
         run = jobs.create(folder, commands.run_config(arguments), records=arguments.records, privacy=rule)
     result = jobs.follow(folder, run, lambda text: None if arguments.json else print(text, flush=True))
     arguments.runs = os.path.relpath(runs)

@@ -15,7 +15,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.signal import Signal
 
-from pfed.deploy import kits, message, remote
+from pfed.deploy import kits, manifest, message, remote
 from pfed.deploy.parents import arrived
 from pfed.deploy.remote import Facts, Remote
 from pfed.engines.base import Engine, States
@@ -86,9 +86,11 @@ class Conductor:
         common, model = remote.agree(ordered, self._job["config"]["model"])
         config = {**self._job["config"], "model": model}
         job = {**self._job, "config": config, "facts": asdict(common)}
+        if job["privacy"]:  # what it can't cover is said here; of a site's errors no text would come
+            manifest.make(job, job["sites"][0], common, self._public())
         begun = self._everybody({"kind": "begin", "job": job}, DEADLINE, list(answers))
         _check_begun(begun)
-        federation = remote.federation(job["sites"], common, self._public(common))
+        federation = remote.federation(job["sites"], common, self._public())
         experiment = Remote(config, federation)
         clients = {site: client for client, site in enumerate(job["sites"])}
         experiment.sizes = {
@@ -106,7 +108,7 @@ class Conductor:
     def _returned(self, site: str) -> bool:
         return arrived(self._kit, site) > self._started
 
-    def _public(self, common: Facts) -> Any:
+    def _public(self) -> Any:
         settings = self._settings
         return remote.public(settings.get("public"), settings.get("classes"), settings.get("image_size"))
 

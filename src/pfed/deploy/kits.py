@@ -33,6 +33,10 @@ NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 # What the one who sends runs may do. Nobody may ship code, read files of a site, or switch it off.
 RIGHTS = {"submit_job": "any", "manage_job": "n:submitter", "view": "any"}
 POLICY = {"format_version": "1.0", "permissions": {"lead": RIGHTS}}
+# What a run may build, class by class: a package's name would allow all that can be imported from there. NVFlare builds
+# the classes of a kit's own resources without asking.
+SITE_CLASSES = ("executor.SiteExecutor", "launchers.SiteLauncher", "arrivals.Arrivals")
+SERVER_CLASSES = ("controller.RunController", "launchers.ServerLauncher", "arrivals.Arrivals")
 
 
 def init(folder: Path, sites: Sequence[str], host: str, port: int) -> None:
@@ -142,13 +146,14 @@ def settings(kit: Path) -> dict[str, Any]:
 def settle(kit: Path, **owner: Any) -> None:
     """Make a kit safe before its process starts, and note what its owner says.
 
-    Only pfed's classes are built there, no code comes with a run, nobody reads its files from afar, no log line leaves,
-    and nothing lies outside the kit.
+    Only the listed classes are built there, no code comes with a run, nobody reads its files from afar, no log line
+    leaves, and nothing lies outside the kit.
     """
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())
-    resources["class_allow_list"] = ["pfed.deploy", "nvflare.app_common.resource_managers"]
     site = (kit / "startup" / "fed_client.json").exists()
+    resources["class_list_enforcement_mode"] = "enforce"
+    resources["class_allow_list"] = [f"pfed.deploy.{name}" for name in (SITE_CLASSES if site else SERVER_CLASSES)]
     if site:
         _settle_site(resources)
     else:

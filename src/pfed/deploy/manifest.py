@@ -1,7 +1,8 @@
 """What will leave a site in a run: names, shapes, types, bytes. The site finds out by itself, by trying.
 
-The method runs a few rounds on one made-up sample of each class, with the models and the public set of the real run.
-What its steps then send is listed; in the run the site sends nothing else, whatever the server asks for.
+The method runs a few rounds on one made-up sample of each class, with the models and the public set of the real run,
+and again with sites that lack a class. What its steps then send is listed; in the run the site sends nothing else,
+whatever the server asks for.
 """
 
 from __future__ import annotations
@@ -11,24 +12,29 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pfed import streams
+from pfed import store, streams, wire
+from pfed.config import RunOptions
 from pfed.data.base import ClientData, Federation, Samples
 from pfed.deploy import privacy
 from pfed.deploy.remote import Facts, Remote
 from pfed.engines.base import Call, Engine, Failure, Reply, States
 from pfed.engines.serial import Serial
 from pfed.errors import UserError
+from pfed.method import Method
 from pfed.runner import Runner
 from pfed.tables import bytes_text, table
 from pfed.tensors import Tensors
 
 ROUNDS = 8  # that are tried, at most
+AGAIN = 2  # of them with sites that lack a class
+REPEATS = 3  # calls of a step that a round may have beyond the usual, when it is done again after a fault
 SITES = 3  # that take part in each of them, about
 EVALUATION = ("@accuracy", "@scores")  # of which only numbers leave
 Manifest = dict[str, Any]
@@ -44,6 +50,7 @@ class Watched:
         self.calls: dict[str, dict[str, Any]] = {}
         self.counts: Counter[tuple[str, int, int]] = Counter()
         self.records: set[str] = set()
+        self.forms: dict[str, set[str]] = {}  # by step: names, shapes and types of a reply
 
     def map(self, call: Call) -> Iterator[tuple[int, Reply | Failure]]:
         for client, answer in self._engine.map(call):
@@ -54,6 +61,7 @@ class Watched:
     def _note(self, call: Call, client: int, reply: Reply) -> None:
         self.counts[call.step, call.round, client] += 1
         self.records |= set(reply.records)
+        self.forms.setdefault(call.step, set()).add(json.dumps({k: _kind(v, {}) for k, v in reply.payload.items()}))
         listed = self.calls.setdefault(call.step, {})
         for key, value in reply.payload.items():
             if call.step not in EVALUATION or not isinstance(value, Tensor):
@@ -66,9 +74,46 @@ class Watched:
 def make(job: Mapping[str, Any], site: str, facts: Facts, public: Samples | None) -> Manifest:
     """The manifest of a run for a site, by trying it."""
     config, names = job["config"], job["sites"]
-    rounds = min(config["rounds"], ROUNDS)
-    tried = {**config, "rounds": rounds, "eval_every": 1, "fraction": min(1.0, SITES / len(names)), "min_clients": 1}
-    experiment = Remote(tried, _made_up(names, facts, public))
+    if job["records"] and job["privacy"]:
+        raise UserError("Differential privacy does not cover what methods log: it takes no records.")
+    method, seen = _try(config, names, _made_up(names, facts, public), ROUNDS)
+    _, again = _try(config, names, _made_up(names, facts, public, lacking=True), AGAIN)
+    per_round = Counter[str]()
+    for (step, _, _), count in seen.counts.items():
+        per_round[step] = max(per_round[step], count)
+    calls: dict[str, Any] = {
+        step: {
+            "per_round": per_round[step],
+            "bytes": sum(map(_bytes, values.values())),
+            "fixed": step not in EVALUATION and len(seen.forms[step] | again.forms.get(step, set())) == 1,
+            "values": values,
+        }
+        for step, values in sorted(seen.calls.items())
+    }
+    apart = {"method", "model", "rounds", "hyper", "device", *store.WAYS}  # told beside, or of no effect
+    return {
+        "format": 1,
+        "site": site,
+        "method": config["method"],
+        "hyper": method.hyperparameters(),
+        "model": config["model"],
+        "sites": list(names),
+        "rounds": config["rounds"],
+        "settings": {name: value for name, value in sorted(config.items()) if name not in apart},
+        "repeats": REPEATS,
+        "calls": calls,
+        "bytes_per_round": sum(call["bytes"] * call["per_round"] for call in calls.values()),
+        "sizes": ["test", "train"] if getattr(method, "agg", "samples") == "samples" else ["test"],
+        "records": sorted(seen.records) if job["records"] else [],
+        "privacy": privacy.promise(job["privacy"], calls, config["rounds"]),
+    }
+
+
+def _try(config: Mapping[str, Any], names: Sequence[str], data: Federation, most: int) -> tuple[Method, Watched]:
+    """A run on made-up data, and what was seen of it."""
+    rounds, share = min(config["rounds"], most), min(1.0, SITES / len(names))
+    tried = {**config, "rounds": rounds, "eval_every": 1, "fraction": share, "min_clients": 1}
+    experiment = Remote(tried, data)
     watched: list[Watched] = []
 
     def carrier(runner: Runner, states: States) -> Engine:
@@ -78,29 +123,7 @@ def make(job: Mapping[str, Any], site: str, facts: Facts, public: Samples | None
 
     experiment.carrier = carrier
     experiment.run()
-    (seen,) = watched
-    per_round = Counter[str]()
-    for (step, _, _), count in seen.counts.items():
-        per_round[step] = max(per_round[step], count)
-    calls: dict[str, Any] = {
-        step: {"per_round": per_round[step], "bytes": sum(map(_bytes, values.values())), "values": values}
-        for step, values in sorted(seen.calls.items())
-    }
-    method = experiment.method
-    return {
-        "format": 1,
-        "site": site,
-        "method": config["method"],
-        "hyper": method.hyperparameters(),
-        "model": config["model"],
-        "sites": list(names),
-        "rounds": config["rounds"],
-        "calls": calls,
-        "bytes_per_round": sum(call["bytes"] * call["per_round"] for call in calls.values()),
-        "sizes": ["test", "train"] if getattr(method, "agg", "samples") == "samples" else ["test"],
-        "records": sorted(seen.records) if job["records"] else [],
-        "privacy": privacy.promise(job["privacy"], calls, config["rounds"]),
-    }
+    return experiment.method, watched[0]
 
 
 def digest(manifest: Manifest) -> str:
@@ -113,15 +136,19 @@ def fault(calls: Mapping[str, Any], step: str, payload: Mapping[str, Any]) -> st
     """In which way a payload is not what the manifest lists, in a word; nothing if it is."""
     if step not in calls:
         return "step"
-    listed, size = calls[step]["values"], 0
+    if wire.nbytes(payload) > calls[step]["bytes"]:
+        return "size"
+    listed = calls[step]["values"]
     for key, value in payload.items():
         if key not in listed:
             return "name"
         wrong = _misfit(value, listed[key])
         if wrong is not None:
             return wrong
-        size += sum(tensor.nbytes for tensor in _tensors(value))
-    return "size" if size > calls[step]["bytes"] else None
+    lacks = calls[step].get("fixed") and {key: _names(_kind(value, {})) for key, value in payload.items()} != {
+        key: _names(value) for key, value in listed.items()
+    }
+    return "name" if lacks else None
 
 
 def within(manifest: Manifest, megabytes: float) -> bool:
@@ -148,27 +175,45 @@ def text(manifest: Manifest) -> str:
             if value["kind"] == "number":
                 numbers.append(key)
                 continue
-            what = value["kind"] if value["kind"] != "tensors" else f"{len(value['names'])} tensors"
-            rows.append([step, key, what, bytes_text(_bytes(value)), str(call["per_round"])])
+            forms = value["names"] if value["kind"] == "tensors" else {"": value.get("form", [value["kind"]])}
+            for name, (kind, *shape) in forms.items():
+                size = bytes_text(_bytes({"kind": "tensor", "form": [kind, *shape]})) if "form" in value or name else ""
+                rows.append([step, key, name, kind, " × ".join(map(str, shape)), size])
+    often = ", ".join(f"{step} {call['per_round']}" for step, call in manifest["calls"].items())
     lines = [
         f"{manifest['method']} at {manifest['site']}, model {manifest['model']}, {manifest['rounds']} rounds",
-        table(["step", "value", "what", "size", "per round"], rows, left=3),
+        table(["step", "value", "name", "type", "shape", "size"], rows, left=5),
         f"at most {bytes_text(manifest['bytes_per_round'])} in a round",
+        f"calls in a round: {often}; up to {manifest['repeats']} more of each if it is done again after a fault",
         f"numbers: {', '.join(dict.fromkeys(numbers))}",
         f"how many samples: {', '.join(manifest['sizes'])}",
         f"records: {', '.join(manifest['records']) or 'none'}",
+        f"settings: {_settings({**manifest['hyper'], **manifest['settings']})}",
     ]
     if manifest["privacy"]:
         lines.append(privacy.text(manifest["privacy"]))
     return "\n".join(lines)
 
 
-def _made_up(names: Sequence[str], facts: Facts, public: Samples | None) -> Federation:
-    """Sites with noise for data: one sample of each class."""
+def _settings(values: Mapping[str, Any]) -> str:
+    """Those that say how a site trains; the file has all."""
+    local = {f"local.{name}": value for name, value in values["local"].items()}
+    usual = asdict(RunOptions())
+    usual |= {f"local.{name}": value for name, value in usual.pop("local").items()}
+    told = {**values, **local}
+    del told["local"]
+    chosen = {name: value for name, value in told.items() if name == "seed" or value != usual.get(name)}
+    return ", ".join(f"{name} {value}" for name, value in chosen.items())
+
+
+def _made_up(names: Sequence[str], facts: Facts, public: Samples | None, lacking: bool = False) -> Federation:
+    """Sites with noise for data: one sample of each class, or, at every second site, of each but the last."""
     noise = streams.rng(0, "manifest").random((facts.classes, *facts.shape))
     x = torch.from_numpy(noise * 255).to(torch.uint8) if facts.pixels else torch.from_numpy(noise).float()
     samples = Samples.of(x, torch.arange(facts.classes))
-    clients = tuple(ClientData(name, samples, samples) for name in names)
+    fewer = samples.part(torch.arange(max(1, facts.classes - 1))) if lacking else samples
+    owned = [samples if i % 2 else fewer for i in range(len(names))]
+    clients = tuple(ClientData(name, own, own) for name, own in zip(names, owned, strict=True))
     return Federation(clients, tuple(str(i) for i in range(facts.classes)), samples, public)
 
 
@@ -218,8 +263,8 @@ def _bytes(value: Mapping[str, Any]) -> int:
     return sum(getattr(torch, dtype).itemsize * math.prod(shape) for dtype, *shape in forms)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return list(value.values()) if isinstance(value, Tensors) else [value] if isinstance(value, Tensor) else []
+def _names(value: Mapping[str, Any]) -> set[str]:
+    return set(value["names"]) if value["kind"] == "tensors" else {value["kind"]}
 
 
 def _dtype(tensor: Tensor) -> str:

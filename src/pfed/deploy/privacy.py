@@ -2,16 +2,18 @@
 
 The unit is the site: whatever its data are, what it sends in one call has a length of at most `clip` before Gaussian
 noise of standard deviation `noise` times `clip` is added to every number. Two data sets can differ by twice the clip,
-so the accountant is told half of `noise`. Metrics and numbers of samples that a manifest lists are not protected.
+so the accountant is told half of `noise`. What the updates of all runs of a site cost adds up. Metrics and numbers of
+samples that a manifest lists are not protected.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pfed import wire
+from pfed.deploy import Refused
 from pfed.errors import UserError
 from pfed.tensors import Tensors
 from pfed.wire import Payload
@@ -35,19 +38,22 @@ def check(rule: Rule | None) -> None:
             raise UserError(f"--dp-{name} must be > 0. Got {rule[name]:g}.")
     if not 0 < rule["delta"] < 1:
         raise UserError(f"--dp-delta must be > 0 and < 1. Got {rule['delta']:g}.")
-    epsilon(rule, 1)
+    epsilon({rule["noise"]: 1}, rule["delta"])
 
 
-def epsilon(rule: Rule, releases: int) -> float:
-    """The privacy loss of so many updates of a site, by opacus's accountant."""
+def epsilon(counts: Mapping[float, int], delta: float) -> float:
+    """The privacy loss of updates of a site, so many of each noise, by opacus's accountant."""
+    history = [(noise / 2, 1.0, count) for noise, count in sorted(counts.items()) if count]
+    if not history:
+        return 0.0
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of imports, and of an order at the end of the accountant's list
             from opacus.accountants import RDPAccountant
 
             accountant = RDPAccountant()
-            accountant.history = [(rule["noise"] / 2, 1.0, releases)]
-            return float(accountant.get_epsilon(rule["delta"]))
+            accountant.history = history
+            return float(accountant.get_epsilon(delta))
     except ImportError:
         raise UserError("Differential privacy needs opacus, which is not installed. Install pfed[deploy].") from None
 
@@ -63,8 +69,11 @@ def promise(rule: Rule | None, calls: Mapping[str, Any], rounds: int) -> dict[st
         for key, value in call["values"].items():
             if not _coverable(value):
                 raise UserError(f"Differential privacy covers tensors of floats; step {step} sends {key!r} as well.")
+        if not call["fixed"]:
+            raise UserError(f"Differential privacy covers numbers; what step {step} sends depends on the data by name.")
         releases += call["per_round"] * (rounds + 2)  # a start and a finish may call it too
-    return {**rule, "releases": releases, "epsilon": round(epsilon(rule, releases), 4) if releases else 0.0}
+    spent = epsilon({rule["noise"]: releases}, rule["delta"])
+    return {**rule, "releases": releases, "epsilon": round(spent, 4)}
 
 
 def _coverable(value: Mapping[str, Any]) -> bool:
@@ -77,17 +86,24 @@ def text(promised: Mapping[str, Any]) -> str:
     return f"updates are clipped to {promised['clip']:g}, noise {promised['noise']:g}: {spent}"
 
 
-def protect(rule: Rule, payload: Payload, sent: Payload, secret: bytes) -> tuple[Payload, str]:
+def protect(
+    rule: Rule, payload: Payload, sent: Payload, secret: bytes, call: Sequence[str | int]
+) -> tuple[Payload, str]:
     """The payload as it may leave, and which release it is.
 
     What came with the same names is public, so only the difference to it is clipped. The noise is drawn from a secret
-    of the site and all that goes in: the same call gives the same answer, another one other noise.
+    of the site and all that goes in, with the rule and the call (its run, step, round and versions): the same call
+    gives the same answer, another one other noise.
     """
     moved = {key: _against(value, sent.get(key)) for key, value in payload.items()}
     floats = [tensor for tensor in wire.tensors(moved) if tensor.is_floating_point()]
     whole = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in floats))
+    if not math.isfinite(whole):  # it could not be clipped
+        raise Refused("finite")
     scale = min(1.0, rule["clip"] / whole) if whole else 1.0
-    mark = hmac.new(secret, wire.encode({"payload": payload, "sent": sent}), hashlib.sha256).hexdigest()
+    about = json.dumps([[rule[name] for name in ("clip", "noise", "delta")], *call])
+    given = wire.encode({"about": about, "payload": payload, "sent": sent})
+    mark = hmac.new(secret, given, hashlib.sha256).hexdigest()
     source = np.random.Generator(np.random.Philox(np.random.SeedSequence(int(mark, 16))))
 
     def noisy(tensor: Tensor) -> Tensor:

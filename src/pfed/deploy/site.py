@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
+import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from pfed.cohort import Ledger
 from pfed.data.base import ClientData, class_counts
 from pfed.data.pool import Pool, class_indices, to_client
 from pfed.data.user import read_user
-from pfed.deploy import kits, manifest, privacy, remote
+from pfed.deploy import Refused, kits, limits, manifest, privacy, remote
 from pfed.deploy.manifest import EVALUATION, Manifest
 from pfed.deploy.remote import Facts, Remote
 from pfed.deploy.versions import Versions
@@ -33,12 +35,9 @@ from pfed.store import Store
 from pfed.wire import Payload
 
 RUN = re.compile(r"[a-z0-9][\w+-]*")
+SECRET = 32  # bytes
 ME = 0  # a site is the only client in its own record
 Answer = tuple[dict[str, Any], Payload]
-
-
-class Refused(Exception):
-    """The site does not do this, for a reason that is one word of a list."""
 
 
 class Site:
@@ -93,6 +92,8 @@ class Site:
             self._run = None
         if not RUN.fullmatch(job["run"]):  # it becomes a folder
             raise Refused("question")
+        if Facts.of(job["facts"]) != replace(self.facts(), model=""):
+            raise Refused("facts")
         job["config"] = {**remote.check(job["config"]), "device": self.settings.get("device") or "cpu"}
         agreed = self._approved(job)
         self._run = Run(self, job, agreed, *self._own(job))
@@ -116,14 +117,17 @@ class Site:
     def _approved(self, job: dict[str, Any]) -> Manifest:
         """The run's manifest, if the site's owner agrees to it; else it is left for them to read."""
         plan = self.plan(job)
-        mark = manifest.digest(plan)
-        file = self.kit / "manifests" / f"{job['config']['method']}-{mark[:12]}.json"
         budget = self.settings.get("approve_within")
-        if not approved(self.kit, plan) and not (budget is not None and manifest.within(plan, budget)):
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(json.dumps(plan, indent=2, default=list))
-            raise Refused("approval")
-        return plan
+        if approved(self.kit, plan, job["run"]):
+            return plan
+        if budget is not None and manifest.within(plan, budget):
+            if plan["privacy"]:
+                limits.allow(self.kit, plan["privacy"], job["run"])
+            return plan
+        file = self.kit / "manifests" / f"{job['config']['method']}-{manifest.digest(plan)[:12]}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(plan, indent=2, default=list))
+        raise Refused("approval")
 
 
 class Run:
@@ -134,11 +138,12 @@ class Run:
         self.id: int = job["sites"].index(site.name)
         self.data: ClientData = runner.federation.clients[self.id]
         self._folder = site.kit / "runs" / job["run"]
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._claim()
         self._versions = Versions(self._folder)
         self._store = Store(self._folder)
-        self._calls = Tally(self._folder / "calls.json")
-        self._releases = Tally(self._folder / "releases.json")
+        self._calls = limits.Tally(self._folder / "calls.json")
+        rule = agreed["privacy"]
+        self._releases = limits.Releases(site.kit, job["run"], rule) if rule else None
         self._secret = _secret(site.kit)
         self._ledger, self._round, self._seconds = Ledger(), -1, 0.0
         self._describe(classes)
@@ -146,19 +151,21 @@ class Run:
     def step(self, about: dict[str, Any], payload: Payload) -> Answer:
         """Run a step from the version that the server names, and keep what is private."""
         step, round, version = about["step"], about["round"], about["version"]
-        self._permit(step, round, version)
+        self._permit(about, payload)
         started = time.perf_counter()
         state = self._versions.load(about["base"])
         reply, client = self.runner(step, self.id, round, payload, state)
-        self._seconds += time.perf_counter() - started
-        answer = self._evaluated(reply) if version is None else self._protected(reply.payload, payload)
+        seconds = time.perf_counter() - started
+        answer = self._evaluated(reply) if version is None else self._protected(reply.payload, payload, about)
         wrong = manifest.fault(self.agreed["calls"], step, answer)
         if wrong is not None:
             raise Refused(wrong)
+        if not wire.finite(answer):
+            raise Refused("finite")
         if version is not None:
             self._versions.save(version, client.state)
             self._versions.forget_before(about["since"])
-        self._note(round, reply, payload, answer, evaluates=version is None)
+        self._note(round, reply, payload, answer, None if version is None else seconds)
         return self._told(reply), answer
 
     def end(self, state: str) -> None:
@@ -168,21 +175,27 @@ class Run:
     def close(self) -> None:
         self._store.close()
 
-    def _permit(self, step: str, round: int, version: int | None) -> None:
+    def _permit(self, about: dict[str, Any], payload: Payload) -> None:
+        """Refuse a call that the manifest has not, or has not so often: what counts is what is asked, by its digest."""
+        step, round, version, base = (about[name] for name in ("step", "round", "version", "base"))
+        numbers = [round, base, about["since"], *([] if version is None else [version])]
+        if type(step) is not str or any(type(number) is not int or number < 0 for number in numbers):
+            raise Refused("question")
         call = self.agreed["calls"].get(step)
         if call is None or (version is None) != (step in EVALUATION):
             raise Refused("step")
-        if not 0 <= round <= self.agreed["rounds"] + 1:
+        if round > self.agreed["rounds"] + 1:
             raise Refused("round")
-        if version is not None and self._calls.add(f"{step} {round}", version) > call["per_round"]:
+        mark = wire.digest({"version": version, "base": base, "payload": payload})
+        if not self._calls.admits(f"{step} {round}", mark, call["per_round"] + self.agreed["repeats"]):
             raise Refused("calls")
 
-    def _protected(self, payload: Payload, sent: Payload) -> Payload:
-        rule = self.agreed["privacy"]
-        if rule is None:
+    def _protected(self, payload: Payload, sent: Payload, about: dict[str, Any]) -> Payload:
+        if self._releases is None or not any(True for _ in wire.tensors(payload)):
             return payload
-        hidden, mark = privacy.protect(rule, payload, sent, self._secret)
-        if self._releases.add("all", mark) > rule["releases"]:
+        call = [self.job["run"], *(about[name] for name in ("step", "round", "version", "base"))]
+        hidden, mark = privacy.protect(self.agreed["privacy"], payload, sent, self._secret, call)
+        if not self._releases.admits(mark):
             raise Refused("budget")
         return hidden
 
@@ -194,13 +207,14 @@ class Run:
         """What is known of a reply beside its payload, as far as the manifest lists it."""
         counted = "train" in self.agreed["sizes"]
         weight = reply.weight if counted else float(reply.weight > 0)
-        records = {name: value for name, value in reply.records.items() if name in self.agreed["records"]}
-        if self.agreed["privacy"]:
-            records["epsilon"] = privacy.epsilon(self.agreed["privacy"], self._releases.count("all"))
+        listed = {name: reply.records[name] for name in self.agreed["records"] if name in reply.records}
+        records = {name: value for name, value in listed.items() if math.isfinite(value)}
+        if self._releases is not None:
+            records["epsilon"] = self._releases.epsilon()
         return {"weight": weight, "samples": reply.samples if counted else 0, "records": records}
 
-    def _note(self, round: int, reply: Reply, sent: Payload, answer: Payload, evaluates: bool) -> None:
-        """Into the site's own record: all that is known here."""
+    def _note(self, round: int, reply: Reply, sent: Payload, answer: Payload, seconds: float | None) -> None:
+        """Into the site's own record: all that is known here; of an evaluation no time."""
         if round != self._round:
             self._ledger, self._round, self._seconds = Ledger(), round, 0.0
         ledger, me = self._ledger, ME
@@ -208,7 +222,7 @@ class Run:
         ledger.notes.update(reply.notes)
         evaluation = None
         up, down = wire.nbytes(answer), wire.nbytes(sent)
-        if evaluates:
+        if seconds is None:
             ledger.evaluation[me] = ledger.evaluation.get(me, 0) + up + down
             values = reply.payload.items()
             evaluation = Evaluation(
@@ -219,7 +233,22 @@ class Run:
             ledger.up[me], ledger.down[me] = ledger.up.get(me, 0) + up, ledger.down.get(me, 0) + down
             ledger.participants.add(me)
             ledger.samples += reply.samples
+            self._seconds += seconds
         self._store.record.add_round(round, self._seconds, ledger, evaluation)
+
+    def _claim(self) -> None:
+        """The run's folder. Under its name lies the private state of one manifest: no other run may build on that."""
+        file = self._folder / "manifest.json"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            if manifest.digest(manifest.load(file)) != manifest.digest(self.agreed):
+                raise Refused("run")
+        elif any(self._folder.iterdir()):
+            raise Refused("run")
+        else:
+            temporary = self._folder.with_name(f".{self._folder.name}.tmp")
+            temporary.write_text(json.dumps(self.agreed, indent=2, default=list))
+            os.replace(temporary, file)
 
     def _describe(self, classes: list[str]) -> None:
         record, data = self._store.record, self.data
@@ -230,28 +259,6 @@ class Run:
         record.set(classes=classes, state="running", versions={"pfed": pfed.__version__})
         if not record.get("created"):
             record.set(created=time.time())
-        (self._folder / "manifest.json").write_text(json.dumps(self.agreed, indent=2, default=list))
-
-
-class Tally:
-    """Sets of marks under names, on the disk: a restart does not make a site forget what it has given."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._marks: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
-
-    def add(self, name: str, mark: Any) -> int:
-        """How many there are under a name, with this one."""
-        marks = self._marks.setdefault(name, [])
-        if mark not in marks:
-            marks.append(mark)
-            temporary = self._path.with_name(self._path.name + ".tmp")
-            temporary.write_text(json.dumps(self._marks))
-            os.replace(temporary, self._path)
-        return len(marks)
-
-    def count(self, name: str) -> int:
-        return len(self._marks.get(name, []))
 
 
 def approve(kit: Path, plan: Manifest) -> None:
@@ -261,17 +268,29 @@ def approve(kit: Path, plan: Manifest) -> None:
     folder = kit / "approved"
     folder.mkdir(exist_ok=True)
     (folder / manifest.digest(plan)).write_text(json.dumps(plan, indent=2))
+    if plan["privacy"]:
+        limits.allow(kit, plan["privacy"])
 
 
-def approved(kit: Path, plan: Manifest) -> bool:
-    return (kit / "approved" / manifest.digest(plan)).exists()
+def approved(kit: Path, plan: Manifest, run: str) -> bool:
+    """Whether the site's owner agrees; of privacy, to what all runs with this one cost together."""
+    known = (kit / "approved" / manifest.digest(plan)).exists()
+    return known and (not plan["privacy"] or limits.allows(kit, plan["privacy"], run))
 
 
 def _secret(kit: Path) -> bytes:
-    """A number that nobody else knows, for noise."""
+    """A number that nobody else knows, for noise; the file appears whole or not at all, and never changes."""
     file = kit / "local" / "secret"
-    with contextlib.suppress(FileExistsError):
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        os.write(descriptor, secrets.token_bytes(32))
-        os.close(descriptor)
-    return file.read_bytes()
+    if not file.exists():
+        descriptor, temporary = tempfile.mkstemp(dir=file.parent)  # for nobody else to read
+        with open(descriptor, "wb") as new:
+            new.write(secrets.token_bytes(SECRET))
+            new.flush()
+            os.fsync(new.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, file)
+        os.unlink(temporary)
+    found = file.read_bytes()
+    if len(found) != SECRET:
+        raise UserError(f"{str(file)!r} must have {SECRET} bytes. Got {len(found)}.")
+    return found

@@ -115,7 +115,7 @@ def main(kit: Path, descriptor: int) -> None:
 
 def answer(ask: Callable[[dict[str, Any], Payload], Answer], about: dict[str, Any], payload: Payload) -> Answer:
     """What may be said of a question: an answer, or a code and a type. Texts of errors stay in the site's log."""
-    from pfed.deploy.site import Refused
+    from pfed.deploy import Refused
     from pfed.deploy.versions import Lost
 
     try:
