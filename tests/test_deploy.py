@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -149,6 +151,64 @@ def test_only_sites_are_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     asked = kits._request("eve@pfed.local", {"type": "admin", "role": "lead"}, tmp_path / "eve")
     with pytest.raises(UserError, match="asks to be a lead; only sites are signed"):
         kits.sign(tmp_path / "federation", asked, tmp_path / "eve.signed.zip")
+
+
+@needs_nvflare
+def test_a_name_is_signed_once(tmp_path: Path) -> None:
+    """Who asks under the name of a site that is there would be it. The same request may be signed again."""
+    from pfed.deploy import kits
+    from pfed.errors import UserError
+
+    folder = tmp_path / "federation"
+    kits.init(folder, ["oslo"], "localhost", 18999)
+    asked = kits.request("zoe", tmp_path / "zoe")
+    for number in range(2):
+        assert kits.sign(folder, asked, tmp_path / f"{number}.signed.zip")[0].exists()
+    for name in ("zoe", "oslo"):
+        other = kits.request(name, tmp_path / f"other-{name}")
+        with pytest.raises(UserError, match=f"There is a site '{name}' already; another key needs another name"):
+            kits.sign(folder, other, tmp_path / "other.signed.zip")
+    assert not (tmp_path / "other.signed.zip").exists()
+
+
+@needs_nvflare
+def test_a_port_that_is_in_use_is_no_server_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "federation"
+    with socket.create_server(("localhost", 0)) as other:
+        port = other.getsockname()[1]
+        (folder / "server").mkdir(parents=True)
+        (folder / "federation.json").write_text(json.dumps({"host": "localhost", "port": port, "sites": []}))
+        code, _, error = pfed(capsys, "deploy", "server", folder, "--detach")
+    assert code == 2
+    assert f"Port {port} is in use by another program" in error
+
+
+def test_the_processes_of_a_kit_are_those_that_run_it(tmp_path: Path) -> None:
+    """Not an editor with a file of it open; also where the kit is reached by another path."""
+    from pfed.deploy import parents
+
+    kit, link = tmp_path / "kit", tmp_path / "link"
+    kit.mkdir()
+    link.symlink_to(kit)
+    wait = "import sys; print(flush=True); sys.stdin.read()"
+    lines = {"editor": ["-m", str(kit)], "worker": ["pfed.deploy.worker", str(link)], "other": ["pfed.deploy.worker"]}
+    running = {}
+    for name, words in lines.items():
+        running[name] = subprocess.Popen(
+            [sys.executable, "-c", wait, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+    try:
+        for process in running.values():
+            assert process.stdout is not None
+            process.stdout.readline()
+        for path in (kit, link, tmp_path / "link" / ".." / "kit"):
+            assert parents.running(path) == [running["worker"].pid]
+        assert parents.stop(link) == 1
+        assert running["editor"].poll() is None
+    finally:
+        for process in running.values():
+            process.kill()
+            process.communicate()
 
 
 @needs_nvflare

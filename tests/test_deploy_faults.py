@@ -87,6 +87,8 @@ BAD = {
     "shape": (_shape, "sent a shape that its manifest does not list"),
     "name": (_name, "sent a name that its manifest does not list"),
     "key": (_key, "sent a name that its manifest does not list"),
+    "lack": (lambda payload: {}, "sent less than it lists"),
+    "list": (lambda payload: {"body": [1.0]}, "sent a kind of value that its manifest does not list"),
     "tenfold": (_tenfold, "sent a size that its manifest does not list"),
 }
 
@@ -317,9 +319,10 @@ def test_a_site_that_lost_its_state_says_so(root: Path, monkeypatch: pytest.Monk
     assert (2, "alba", "error", "has lost the private state that this round builds on") in events(result)
 
 
-def test_a_site_keeps_the_versions_that_checkpoints_name(root: Path) -> None:
-    """With a checkpoint in every round: those of the two newest, and the one before them."""
+@pytest.mark.parametrize(("every", "kept"), [(1, [4, 5, 6]), (0, [5, 6])])
+def test_a_site_keeps_the_versions_that_checkpoints_name(every: int, kept: list[int], root: Path) -> None:
+    """With a checkpoint in every round: those of the two newest, and the one before them. Without: the newest two."""
     kits = {name: make_kit(root, name) for name in NAMES}
-    result = conduct(root, Near(kits), {**FEDREP, "rounds": 6})
-    kept = sorted(int(file.name[8:]) for file in (kits["alba"] / "runs" / result.run).glob("version-*"))
-    assert kept == [4, 5, 6]
+    result = conduct(root, Near(kits), {**FEDREP, "rounds": 6, "checkpoint_every": every})
+    found = sorted(int(file.name[8:]) for file in (kits["alba"] / "runs" / result.run).glob("version-*"))
+    assert found == kept

@@ -147,7 +147,9 @@ def test_a_site_sends_nothing_that_it_did_not_list(root: Path, monkeypatch: pyte
         update._pfed_step = True  # type: ignore[attr-defined]
         monkeypatch.setattr(FedRep, "update", update)
         told = ask(at, "update", {"body": body}, round=version % 3, version=version)
-        assert (told["code"], told["why"]) in {("refused", why) for why in ("name", "shape", "kind", "size")}, payload
+        assert (told["code"], told["why"]) in {("refused", why) for why in ("name", "shape", "kind", "size", "lack")}, (
+            payload
+        )
     assert not list((root / "kits" / "alba" / "runs" / "test-1").glob("version-*"))
 
 

@@ -1,4 +1,4 @@
-"""Federations behind the wire: equal results, manifests, refusals, faults, with sites inside this process."""
+"""Federations behind the wire give the same bits as a simulation; with sites inside this process."""
 
 from __future__ import annotations
 

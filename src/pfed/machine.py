@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from pfed.errors import UserError
 
+PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST, KEPT = 64 * 2**20, 512 * 2**20  # bytes
 
@@ -51,6 +53,12 @@ def device(name: str, number: int = 0) -> torch.device:
     if count <= (found.index or 0):
         raise UserError(f"run.device {name!r} is not there: torch finds {count} GPUs.")
     return torch.device("cuda", number % count if found.index is None else found.index)
+
+
+def die_with_parent() -> None:
+    """When the parent of this process dies, in whatever way, the system is to kill this one too; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def keep_freed_memory() -> None:

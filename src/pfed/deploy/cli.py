@@ -151,6 +151,10 @@ def _server(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.folder)
     about = kits.about(folder)
     kit, runs = folder / "server", Path(arguments.runs or folder / "runs")
+    if not parents.running(kit) and _listens(about["port"]):
+        raise UserError(
+            f"Port {about['port']} is in use by another program; end that, or make a federation with another."
+        )
     kits.settle(kit, runs=str(runs.absolute()), **_data(arguments))
     (kit / jobs.STOPPED).unlink(missing_ok=True)
     process = parents.start(kit)

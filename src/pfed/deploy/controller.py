@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,18 @@ from pfed.deploy import kits, manifest, message, remote
 from pfed.deploy.parents import arrived
 from pfed.deploy.remote import Facts, Remote
 from pfed.engines.base import Engine, States
-from pfed.engines.nvflare import Link, NVFlare
+from pfed.engines.nvflare import MOST, Link, NVFlare
 from pfed.errors import Paused, RunError, UserError
 from pfed.runner import Runner
 from pfed.store import Store
 
 PATIENCE = 180.0  # seconds until a site's process of a run is expected to be there
 TRY = 5.0
+REASONS = {
+    "approval": "it has not approved the run",
+    "facts": "its data are not as they were",
+    "run": "it has another run of this name",
+}
 DEADLINE = 600.0  # seconds for a step, unless told
 
 
@@ -56,11 +62,16 @@ class Conductor:
         self._link, self._job, self._kit = link, job, kit
         self._settings = kits.settings(kit)
         self._folder = Path(self._settings["runs"]) / job["run"]
-        self._started = time.time()
+        self._here: list[str] = job.get("here", job["sites"])  # those that the job was sent to
+        self._sent: float = job.get("sent", time.time())
 
     def run(self) -> None:
         try:
             experiment, job = self._meet()
+        except Paused:
+            with contextlib.closing(Store(self._folder)) as opened:
+                opened.record.set(state="stopped")
+            raise
         except (RunError, UserError) as error:
             with contextlib.closing(Store(self._folder)) as opened:
                 opened.record.event(0, "failed", str(error))
@@ -76,37 +87,55 @@ class Conductor:
         """Ask the sites what they have, tell them what is planned, and learn what they will send."""
         with contextlib.closing(Store(self._folder)) as opened:
             known = {site: Facts.of(found) for site, found in opened.record.get("sites", {}).items()}
+            resumes = opened.record.last_round() > 0
             answers = self._arrive({"kind": "describe"})
-            facts = known | {site: _facts(site, told) for site, told in answers.items()}
+            unfit = {site: _no_facts(told, known.get(site) if resumes else None) for site, told in answers.items()}
+            self._leave_out(opened, unfit, resumes)
+            described = {site: Facts.of(told) for site, told in answers.items() if not unfit[site]}
+            facts = known | described
             missing = [site for site in self._job["sites"] if site not in facts]
             if missing:
                 raise RunError(f"Site {missing[0]} did not answer within {PATIENCE:g} seconds.")
             opened.record.set(sites={site: asdict(found) for site, found in facts.items()})
-        ordered = {site: facts[site] for site in self._job["sites"]}
-        common, model = remote.agree(ordered, self._job["config"]["model"])
-        config = {**self._job["config"], "model": model}
-        job = {**self._job, "config": config, "facts": asdict(common)}
-        if job["privacy"]:  # what it can't cover is said here; of a site's errors no text would come
-            manifest.make(job, job["sites"][0], common, self._public())
-        begun = self._everybody({"kind": "begin", "job": job}, DEADLINE, list(answers))
-        _check_begun(begun)
+            ordered = {site: facts[site] for site in self._job["sites"]}
+            common, model = remote.agree(ordered, self._job["config"]["model"])
+            config = {**self._job["config"], "model": model}
+            job = {**self._job, "config": config, "facts": asdict(common)}
+            if job["privacy"]:  # what it can't cover is said here; of a site's errors no text would come
+                manifest.make(job, job["sites"][0], common, self._public())
+            begun = self._everybody({"kind": "begin", "job": job}, DEADLINE, list(described))
+            if not resumes:
+                _check_approved(begun)
+            unfit = {site: _no_beginning(told, job, site) for site, told in begun.items()}
+            self._leave_out(opened, unfit, resumes)
+            begun = {site: told for site, told in begun.items() if not unfit[site]}
         federation = remote.federation(job["sites"], common, self._public())
         experiment = Remote(config, federation)
         clients = {site: client for client, site in enumerate(job["sites"])}
         experiment.sizes = {
-            clients[site]: (told["sizes"].get("train", 0), told["sizes"]["test"]) for site, told in begun.items()
+            clients[site]: (told["sizes"].get("train", 0), told["sizes"].get("test", 0)) for site, told in begun.items()
         }
         plans = {clients[site]: told["manifest"] for site, told in begun.items()}
 
         def carrier(runner: Runner, states: States) -> Engine:
             deadline = float(job.get("deadline") or DEADLINE)
-            return NVFlare(self._link, job["run"], job["sites"], plans, deadline, self._folder, states, self._returned)
+            came = partial(arrived, self._kit)
+            return NVFlare(
+                self._link, job["run"], job["sites"], plans, deadline, self._folder, states, came, self._sent
+            )
 
         experiment.carrier = carrier
         return experiment, job
 
-    def _returned(self, site: str) -> bool:
-        return arrived(self._kit, site) > self._started
+    def _leave_out(self, opened: Store, unfit: Mapping[str, str | None], resumes: bool) -> None:
+        """Sites that can't take part: a run does not begin without them, but goes on while there are enough others."""
+        reasons = {site: why for site, why in unfit.items() if why}
+        least = min(self._job["config"]["min_clients"], len(self._job["sites"]))
+        for site, why in reasons.items():
+            text = f"can't begin ({why}); its log says more."
+            if not resumes or len(unfit) - len(reasons) < least:
+                raise RunError(f"Site {site} {text}")
+            opened.record.event(opened.record.last_round(), "dropped", text, self._job["sites"].index(site))
 
     def _public(self) -> Any:
         settings = self._settings
@@ -115,10 +144,10 @@ class Conductor:
     def _arrive(self, question: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The answers of the sites to the first question, which is put again until a site's process has come up."""
         end, answers = time.monotonic() + PATIENCE, dict[str, dict[str, Any]]()
-        while len(answers) < len(self._job["sites"]) and time.monotonic() < end:
+        while len(answers) < len(self._here) and time.monotonic() < end:
             if self._link.aborted:
                 raise Paused("The run was stopped.")
-            rest = [site for site in self._job["sites"] if site not in answers and self._link.echo(site)]
+            rest = [site for site in self._here if site not in answers and self._link.echo(site)]
             answers |= self._everybody(question, PATIENCE, rest)
             time.sleep(0.2)
         return answers
@@ -135,7 +164,7 @@ class Conductor:
                 with contextlib.suppress(ValueError):
                     found[site] = message.unpack(reply)[0]
 
-        chosen = self._job["sites"] if sites is None else sites
+        chosen = self._here if sites is None else sites
         threads = [threading.Thread(target=ask, args=(site,), daemon=True) for site in chosen]
         for thread in threads:
             thread.start()
@@ -144,24 +173,39 @@ class Conductor:
         return {site: found[site] for site in chosen if site in found}
 
 
-def _facts(site: str, told: dict[str, Any]) -> Facts:
+def _no_facts(told: Mapping[str, Any], known: Facts | None) -> str | None:
+    """Why a site's description can't be used, if so."""
     if told.get("code") != "ok":
-        raise RunError(_complaint(site, told))
-    return Facts.of(told)
+        return _reason(told)
+    try:
+        found = Facts.of(told)
+    except (KeyError, TypeError):
+        return "what it says can't be read"
+    return REASONS["facts"] if known not in (None, found) else None
 
 
-def _check_begun(begun: Mapping[str, Mapping[str, Any]]) -> None:
-    """All sites must have agreed to the run."""
+def _no_beginning(told: Mapping[str, Any], job: Mapping[str, Any], site: str) -> str | None:
+    """Why a site does not take part, if so."""
+    if told.get("code") != "ok":
+        return _reason(told)
+    sizes = told.get("sizes")
+    if not manifest.fits(told.get("manifest"), job, site) or not isinstance(sizes, dict):
+        return "what it says can't be read"
+    counted = all(type(sizes.get(name, 0)) is int and 0 <= sizes.get(name, 0) <= MOST for name in ("train", "test"))
+    return None if counted else "what it says can't be read"
+
+
+def _check_approved(begun: Mapping[str, Mapping[str, Any]]) -> None:
+    """All sites must have agreed to a run before it begins."""
     unwilling = sorted(site for site, told in begun.items() if told.get("why") == "approval")
     if unwilling:
         raise RunError(
             f"Not approved yet at {', '.join(unwilling)}. What would be sent lies there, in the kit's folder manifests."
         )
-    for site, told in begun.items():
-        if told["code"] != "ok":
-            raise RunError(_complaint(site, told))
 
 
-def _complaint(site: str, told: Mapping[str, Any]) -> str:
+def _reason(told: Mapping[str, Any]) -> str:
     """Why a site does not begin, in the server's own words."""
-    return f"Site {site} can't begin ({told.get('type') or told.get('why') or told.get('code')}); its log says more."
+    known = REASONS.get(str(told.get("why")))
+    kind = str(told.get("type") or told.get("code"))
+    return known or (kind if kind.isidentifier() else "it does not say why")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ class SiteExecutor(Executor):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()  # a question that came too late may still be at work when the next one comes
+        self._numbers = itertools.count()
+        self._newest = -1
         self._worker: Worker | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -39,7 +44,12 @@ class SiteExecutor(Executor):  # type: ignore[misc]
         except ValueError:
             return message.pack({"code": "refused", "why": "question"}, {})
         assert self._worker is not None
+        self._newest = number = next(self._numbers)
+        patience, came = about.get("patience"), time.monotonic()
         with self._lock:
+            waited = time.monotonic() - came
+            if number < self._newest or waited > (patience if isinstance(patience, int | float) else math.inf):
+                return message.pack({"code": "late"}, {})  # nobody waits for the answer any more
             told, found = self._worker.ask(about, payload, lambda: bool(abort_signal.triggered))
         return message.pack(told, found)
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pfed import store
 from pfed.deploy import check_installed, kits, remote
@@ -23,6 +23,7 @@ PATIENCE = 60.0  # seconds to wait for a server, and for sites
 IDLE = 3  # jobs in a row that may end without a new round
 STOPPED = "stopped"  # a file in the server's kit: somebody has asked for an end
 Tell = Callable[[str], None]
+T = TypeVar("T")
 
 
 def runs_folder(folder: Path) -> Path:
@@ -51,6 +52,8 @@ def follow(folder: Path, run: Path, tell: Tell) -> Result:
     job = _read(run, "job")
     if job is None:
         raise UserError(f"Run {run.name!r} is not one of a federation.")
+    if _read(run, "state") == "complete":
+        return Result.load(run)
     idle, done = 0, _round(run)
     while idle < IDLE:
         asked = _events(run, "stopped")
@@ -64,7 +67,7 @@ def follow(folder: Path, run: Path, tell: Tell) -> Result:
         if state == "complete":
             return Result.load(run)
         if state == "failed":
-            raise RunError(_events(run, "failed")[-1])
+            raise RunError((_events(run, "failed") or ["The run failed; the server's log says more."])[-1])
         if (folder / "server" / STOPPED).exists() or len(_events(run, "stopped")) > len(asked):
             raise KeyboardInterrupt(f"Stopped after round {_round(run)}; go on with --resume {run.name}.")
         idle, done = (0, _round(run)) if _round(run) > done else (idle + 1, done)
@@ -77,9 +80,10 @@ def _send(folder: Path, run: Path, job: Mapping[str, Any], tell: Tell) -> None:
     with session(folder) as admin:
         number = _at_work(admin, run)
         if number is None:
-            here = _wait_for_sites(admin, job["sites"])
+            here, seen = _wait_for_sites(admin, job["sites"])
             _check_sites(job, here, fresh=not _read(run, "sites"))
-            number = _submit(admin, job, here)
+            _forget_end(run)
+            number = _submit(admin, {**job, "here": sorted(here), "sent": seen}, here)
             tell(f"{run.name}: sent to {', '.join(sorted(here))}")
         _watch(admin, number, run, tell)
 
@@ -122,12 +126,14 @@ def abort_all(folder: Path) -> None:
             time.sleep(POLL)
 
 
-def _wait_for_sites(admin: Any, sites: list[str]) -> set[str]:
+def _wait_for_sites(admin: Any, sites: list[str]) -> tuple[set[str], float]:
+    """Those that are there, and when they were looked for: who comes later is not among them."""
     end = time.monotonic() + PATIENCE / 2
     while True:
+        now = time.time()
         here = connected(admin) & set(sites)
         if len(here) == len(sites) or time.monotonic() > end:
-            return here
+            return here, now
         time.sleep(POLL)
 
 
@@ -174,8 +180,16 @@ def _at_work(admin: Any, run: Path) -> str | None:
     """The job that is at work on a run already: somebody may have sent it and gone away."""
     if not store.locked(run):
         return None
-    found = [job["job_id"] for job in admin.list_jobs(name_prefix=run.name) or [] if job["status"] == "RUNNING"]
-    return str(found[0]) if found else None
+    for job in admin.list_jobs(name_prefix=run.name) or []:  # that of run-1 is the beginning of run-10's, too
+        if job["status"] == "RUNNING" and job["job_name"] == run.name:
+            return str(job["job_id"])
+    return None
+
+
+def _forget_end(run: Path) -> None:
+    """How the last job of a run ended is not how the next one does."""
+    with contextlib.closing(Record(run / RECORD)) as record:
+        record.set(state="stopped")
 
 
 def _watch(admin: Any, number: str, run: Path, tell: Tell) -> None:
@@ -200,27 +214,29 @@ def _watch(admin: Any, number: str, run: Path, tell: Tell) -> None:
 
 
 def _read(run: Path, fact: str) -> Any:
-    """A fact of a run's record, which another process may be writing."""
+    """A fact of a run's record."""
+    return _look(run, lambda record: record.get(fact), None)
+
+
+def _round(run: Path) -> int:
+    return _look(run, lambda record: record.last_round(), 0)
+
+
+def _events(run: Path, kind: str) -> list[str]:
+    """What the record says of events of a kind."""
+    return _look(run, lambda record: [event["text"] for event in record.events() if event["kind"] == kind], [])
+
+
+def _look(run: Path, read: Callable[[Record], T], otherwise: T) -> T:
+    """What is read in a run's record, which another process may be writing."""
     for _ in range(20):
         with (
             contextlib.suppress(sqlite3.Error),
             contextlib.closing(Record(run / RECORD, readonly=True)) as record,
         ):
-            return record.get(fact)
+            return read(record)
         time.sleep(0.1)
-    return None
-
-
-def _round(run: Path) -> int:
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(Record(run / RECORD, readonly=True)) as record:
-        return record.last_round()
-    return 0
-
-
-def _events(run: Path, kind: str) -> list[str]:
-    """What the record says of events of a kind."""
-    with contextlib.closing(Record(run / RECORD, readonly=True)) as record:
-        return [event["text"] for event in record.events() if event["kind"] == kind]
+    return otherwise
 
 
 def _why(run: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -85,9 +86,13 @@ def sign(folder: Path, request: Path, out: Path) -> tuple[Path, str]:
     """At the federation's folder: sign a site's request; the answer, and the root certificate's fingerprint."""
     check_installed()
     site = _asked(request)
-    about(folder)
+    known = about(folder)
     check_name(site)
+    mark, note = hashlib.sha256(request.read_bytes()).hexdigest(), folder / "ca" / f"{site}.request"
+    if site in known["sites"] and not (note.exists() and note.read_text() == mark):
+        raise UserError(f"There is a site {site!r} already; another key needs another name.")
     _sign(folder, request, out)
+    note.write_text(mark)
     add_site(folder, site)
     return out, fingerprint(folder / "ca" / "rootCA.pem")
 

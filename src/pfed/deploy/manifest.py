@@ -148,7 +148,22 @@ def fault(calls: Mapping[str, Any], step: str, payload: Mapping[str, Any]) -> st
     lacks = calls[step].get("fixed") and {key: _names(_kind(value, {})) for key, value in payload.items()} != {
         key: _names(value) for key, value in listed.items()
     }
-    return "name" if lacks else None
+    return "lack" if lacks else None
+
+
+def fits(manifest: Any, job: Mapping[str, Any], site: str) -> bool:
+    """Whether what a site sent is a manifest of this run that can be used to check its replies."""
+    try:
+        text(manifest)
+        same = {"site": site, "sites": job["sites"], "method": job["config"]["method"], "format": 1}
+        asked = bool(job["records"]) or not manifest["records"]
+        return (
+            all(manifest[name] == value for name, value in same.items())
+            and asked
+            and ((manifest["privacy"] is None) == (job["privacy"] is None))
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
 
 
 def within(manifest: Manifest, megabytes: float) -> bool:
@@ -225,7 +240,8 @@ def _kind(value: Any, model: Mapping[str, Tensor]) -> dict[str, Any]:
         return {"kind": "tensors", "packed": packed, "names": names}
     if isinstance(value, Tensor):
         return {"kind": "tensor", "form": [_dtype(value), *value.shape]}
-    return {"kind": "text" if isinstance(value, str) else "nothing" if value is None else "number"}
+    kinds = {str: "text", type(None): "nothing", bool: "number", int: "number", float: "number"}
+    return {"kind": kinds.get(type(value), "thing")}
 
 
 def _merged(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def unpack(shareable: Shareable) -> tuple[dict[str, Any], Payload]:
     try:
         text = json.loads(shareable.get_header(ABOUT))
         found = from_shareable(shareable).data
-        about, plan = text["about"], text["plan"]
+        about, plan = dict(text["about"]), text["plan"]
         payload: Payload = {}
         for key, entry in plan.items():
             if "names" in entry:

@@ -16,6 +16,7 @@ from pfed.errors import RunError, UserError
 LOG = "parent.log"
 JOINED = "joined"  # a file in a site's kit: the server has let it in
 ARRIVALS = "arrivals"  # a folder in the server's kit: when each site last came
+PROGRAMS = ("nvflare.private.fed.app.", "pfed.deploy.worker")  # modules that are run from a kit
 PATIENCE = 20.0  # seconds that a process has to end by itself
 
 
@@ -58,15 +59,16 @@ def _environment() -> dict[str, str]:
 
 
 def running(kit: Path) -> list[int]:
-    """The processes of a kit, whoever started them: the kit is in their command lines."""
+    """The processes of a kit, whoever started them: the kit is in their command lines, and what they run."""
     if sys.platform != "linux":
         raise UserError("pfed deploy needs Linux.")
-    name, found = str(kit.absolute()).encode(), []
+    place, found = os.path.realpath(kit), []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and int(folder.name) != os.getpid():
             with contextlib.suppress(OSError):
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                if name in words and b"-m" in words and not _ended(folder):
+                words = os.fsdecode((folder / "cmdline").read_bytes()).split("\0")
+                ours = any(word.startswith(PROGRAMS) for word in words)
+                if ours and place in map(os.path.realpath, filter(os.path.isabs, words)) and not _ended(folder):
                     found.append(int(folder.name))
     return sorted(found)
 
@@ -81,7 +83,7 @@ def stop(kit: Path) -> int:
     found = running(kit)
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in running(kit):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # another's is told of below
                 os.kill(process, number)
         end = time.monotonic() + PATIENCE
         while running(kit) and time.monotonic() < end:

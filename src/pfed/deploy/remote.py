@@ -48,6 +48,10 @@ class Facts:
     def of(cls, found: Mapping[str, Any]) -> Facts:
         """From what has crossed as JSON."""
         values = {field.name: found[field.name] for field in fields(cls)}
+        sizes = (*values["shape"], values["classes"])
+        texts = type(values["labels"]) is type(values["model"]) is str
+        if any(type(size) is not int or size < 1 for size in sizes) or type(values["pixels"]) is not bool or not texts:
+            raise TypeError("these are no facts of a site")
         return cls(**{**values, "shape": tuple(values["shape"])})
 
 
@@ -67,7 +71,8 @@ class Remote(Experiment):
     def _describe(self, opened: Store) -> None:
         super()._describe(opened)
         names = [client.name for client in self.federation().clients]
-        opened.record.add_clients((i, name, *self.sizes.get(i, (0, 0)), []) for i, name in enumerate(names))
+        known = {row["client"]: (row["train"], row["test"]) for row in opened.record.clients()} | self.sizes
+        opened.record.add_clients((i, name, *known.get(i, (0, 0)), []) for i, name in enumerate(names))
 
 
 def check(config: Mapping[str, Any]) -> dict[str, Any]:

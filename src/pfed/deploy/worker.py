@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -20,11 +19,10 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from pfed import wire
+from pfed import machine, wire
 from pfed.wire import Payload
 
 TRIES = 2
-PR_SET_PDEATHSIG = 1
 LOG = "worker.log"  # what is printed at the site, and the traceback of every error
 Answer = tuple[dict[str, Any], Payload]
 
@@ -98,8 +96,7 @@ class Worker:
 
 def main(kit: Path, descriptor: int) -> None:
     """A worker's life: it ends with who asks it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    machine.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     import torch

@@ -7,6 +7,7 @@ back takes part again once the run is started anew from its checkpoint, for whic
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,10 @@ REFUSALS = {
     "round": "its manifest has fewer rounds",
     "calls": "its manifest has fewer calls in a round",
     "budget": "its privacy budget is spent",
+    "finite": "its numbers are not finite",
+    "lack": "it has less than its manifest lists",
 }
+MOST = 2**53  # samples that a site may say it has
 LISTED = {"step": "a step", "name": "a name", "shape": "a shape", "kind": "a kind of value", "size": "a size"}
 
 
@@ -81,7 +85,8 @@ class NVFlare:
     deadline: float  # seconds for a step
     folder: Path  # the run's, whose checkpoints say which versions may still be needed
     states: States
-    returned: Callable[[str], bool]  # whether a site that was gone has come back
+    arrived: Callable[[str], float]  # when a site last came to the server
+    sent: float  # when it was seen who is there
     _round: int | None = None
     _bases: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # by client: round, version it began with
 
@@ -89,6 +94,7 @@ class NVFlare:
         self.ids = range(len(self.sites))
         self._gone = {client for client in self.ids if client not in self.plans}
         self._first: int | None = None
+        self._seen: dict[int, float] = {}  # when a site last answered
 
     def map(self, call: Call) -> Iterator[tuple[int, Reply | Failure]]:
         if call.version is not None:
@@ -124,7 +130,8 @@ class NVFlare:
             return
         self._round = round
         self._first = round if self._first is None else self._first
-        back = sorted(self.sites[client] for client in self._gone if self.returned(self.sites[client]))
+        came = {client: self.arrived(self.sites[client]) for client in self._gone}
+        back = sorted(self.sites[client] for client in came if came[client] > self._seen.get(client, self.sent))
         if back:
             raise Paused(f"{', '.join(back)} came back: the run goes on with it from round {round}.")
 
@@ -132,7 +139,7 @@ class NVFlare:
         self, call: Call, client: int, answers: SimpleQueue[tuple[int, Shareable | None]], given_up: Signal
     ) -> None:
         about = {"kind": "step", "run": self.run, "step": call.step, "round": call.round, "version": call.version}
-        about |= {"base": call.base[client], "since": self._since(client, call)}
+        about |= {"base": call.base[client], "since": self._since(client, call), "patience": self.deadline}
         payload = {**call.common, **call.own[client]}
         answers.put((client, self.link.ask(self.sites[client], about, payload, self.deadline, given_up)))
 
@@ -142,7 +149,10 @@ class NVFlare:
         if call.version is not None and (not bases or bases[-1][0] != call.round):
             bases.append((call.round, call.base[client]))
         kept = [round for round, _ in store.checkpoints(self.folder)]
-        if len(kept) < store.KEPT or self._first is None or kept[0] < self._first - 1:
+        if not kept:  # a resume would begin anew: only what this round began with may be needed
+            del bases[:-1]
+            return bases[-1][1] if bases else call.base[client]
+        if self._first is None or kept[0] < self._first - 1:
             return 0
         while len(bases) > 1 and bases[1][0] <= kept[0] + 1:
             bases.pop(0)
@@ -180,6 +190,7 @@ class NVFlare:
                 return Failure("late", f"did not answer within {self.deadline:g} seconds")
             self._gone.add(client)
             return Failure("dropped", f"is not connected any more ({code})")
+        self._seen[client] = time.time()
         try:
             about, payload = message.unpack(found)
             if about["code"] == "stopped":
@@ -188,15 +199,16 @@ class NVFlare:
                 return _failure(call.step, about)
             wrong = manifest.fault(self.plans[client]["calls"], call.step, payload)
             if wrong is not None:
-                return Failure("bad reply", f"sent {LISTED.get(wrong, wrong)} that its manifest does not list")
-            reply = Reply(payload, float(about["weight"]), int(about["samples"]), _numbers(about["records"]))
-            notes = [f"{self.sites[client]}: its process died in round {call.round} and was started again"]
-            notes = notes if about.get("deaths") else []
+                listed = f"{LISTED[wrong]} that its manifest does not list" if wrong in LISTED else "less than it lists"
+                return Failure("bad reply", f"sent {listed}")
+            died = f"{self.sites[client]}: its process died in round {call.round} and was started again"
+            notes = [died] if about.get("deaths") else []
+            reply = Reply(payload, *_beside(about, self.plans[client]), notes)
         except (KeyError, TypeError, ValueError) as error:
             return Failure("bad reply", f"sent what can't be read: {error}")
         if call.version is not None:
             self.states.save(client, call.version, {})  # the state is the site's; here is only which one it is
-        return Reply(reply.payload, reply.weight, reply.samples, reply.records, notes)
+        return reply
 
 
 def _failure(step: str, about: Mapping[str, Any]) -> Failure:
@@ -213,8 +225,23 @@ def _failure(step: str, about: Mapping[str, Any]) -> Failure:
         why = about.get("why", "")
         listed = f"{LISTED[why]} is not in its manifest" if why in LISTED else REFUSALS.get(why, "it does not say why")
         return Failure("error", f"refused {step}: {listed}")
+    if code == "late":
+        return Failure("late", "was still at work on what it was asked before")
     return Failure("dropped", "was stopped")
 
 
-def _numbers(records: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in records.items()}
+def _beside(about: Mapping[str, Any], plan: manifest.Manifest) -> tuple[float, int, dict[str, float]]:
+    """What a site tells beside a payload: weight, samples and records. A ValueError says what is wrong with it."""
+    weight, samples, records = about["weight"], about["samples"], about["records"]
+    if type(weight) not in (int, float) or not 0 <= weight <= MOST:
+        raise ValueError("its weight is no number of samples")
+    if type(samples) is not int or not 0 <= samples <= MOST:
+        raise ValueError("its samples are no number of samples")
+    if not isinstance(records, dict) or not records.keys() <= {
+        *plan["records"],
+        *(["epsilon"] if plan["privacy"] else []),
+    }:
+        raise ValueError("its records are not those of its manifest")
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in records.values()):
+        raise ValueError("its records are not finite numbers")
+    return float(weight), samples, {name: float(value) for name, value in records.items()}

@@ -9,7 +9,6 @@ the call and goes back with the answer.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import itertools
@@ -30,8 +29,6 @@ from pfed.engines.base import Call, Failure, Reply, States
 from pfed.engines.parallel import AHEAD, Line, Received, accept, job, work
 from pfed.errors import RunError, UserError
 from pfed.runner import Runner
-
-PR_SET_PDEATHSIG = 1
 
 
 class Processes:
@@ -210,7 +207,7 @@ def _settle(parent: int) -> None:
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        machine.die_with_parent()
         if os.getppid() == parent:
             return
     except BaseException:  # nothing may go back to where the parent is
