@@ -70,9 +70,12 @@ class Near(Link):
     """A link to sites in this process: all but NVFlare's sockets, and all messages to be seen."""
 
     def __init__(self, kits: Mapping[str, Path]):
+        from nvflare.apis.utils.decomposers import flare_decomposers
+
         from pfed.deploy import message
         from pfed.deploy.site import Site
 
+        flare_decomposers.register()  # before the first message, as NVFlare does: a session of a later test needs it
         message.register()
         self.sites = {name: Site(kit) for name, kit in kits.items()}
         self.received: list[bytes] = []

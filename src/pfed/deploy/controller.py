@@ -86,31 +86,10 @@ class Conductor:
     def _meet(self) -> tuple[Remote, dict[str, Any]]:
         """Ask the sites what they have, tell them what is planned, and learn what they will send."""
         with contextlib.closing(Store(self._folder)) as opened:
-            known = {site: Facts.of(found) for site, found in opened.record.get("sites", {}).items()}
-            resumes = opened.record.last_round() > 0
-            answers = self._arrive({"kind": "describe"})
-            unfit = {site: _no_facts(told, known.get(site) if resumes else None) for site, told in answers.items()}
-            self._leave_out(opened, unfit, resumes)
-            described = {site: Facts.of(told) for site, told in answers.items() if not unfit[site]}
-            facts = known | described
-            missing = [site for site in self._job["sites"] if site not in facts]
-            if missing:
-                raise RunError(f"Site {missing[0]} did not answer within {PATIENCE:g} seconds.")
-            opened.record.set(sites={site: asdict(found) for site, found in facts.items()})
-            ordered = {site: facts[site] for site in self._job["sites"]}
-            common, model = remote.agree(ordered, self._job["config"]["model"])
-            config = {**self._job["config"], "model": model}
-            job = {**self._job, "config": config, "facts": asdict(common)}
-            if job["privacy"]:  # what it can't cover is said here; of a site's errors no text would come
-                manifest.make(job, job["sites"][0], common, self._public())
-            begun = self._everybody({"kind": "begin", "job": job}, DEADLINE, list(described))
-            if not resumes:
-                _check_approved(begun)
-            unfit = {site: _no_beginning(told, job, site) for site, told in begun.items()}
-            self._leave_out(opened, unfit, resumes)
-            begun = {site: told for site, told in begun.items() if not unfit[site]}
+            job, common, here = self._describe(opened)
+            begun = self._begin(opened, job, here)
         federation = remote.federation(job["sites"], common, self._public())
-        experiment = Remote(config, federation)
+        experiment = Remote(job["config"], federation)
         clients = {site: client for client, site in enumerate(job["sites"])}
         experiment.sizes = {
             clients[site]: (told["sizes"].get("train", 0), told["sizes"].get("test", 0)) for site, told in begun.items()
@@ -127,15 +106,42 @@ class Conductor:
         experiment.carrier = carrier
         return experiment, job
 
-    def _leave_out(self, opened: Store, unfit: Mapping[str, str | None], resumes: bool) -> None:
+    def _describe(self, opened: Store) -> tuple[dict[str, Any], Facts, list[str]]:
+        """The job with what the sites have in common, that, and the sites that have told it now."""
+        known = {site: Facts.of(found) for site, found in opened.record.get("sites", {}).items()}
+        answers = self._arrive({"kind": "describe"})
+        before = known if opened.record.last_round() > 0 else {}
+        unfit = {site: _no_facts(told, before.get(site)) for site, told in answers.items()}
+        self._leave_out(opened, unfit)
+        facts = known | {site: Facts.of(told) for site, told in answers.items() if not unfit[site]}
+        missing = [site for site in self._job["sites"] if site not in facts]
+        if missing:
+            raise RunError(f"Site {missing[0]} did not answer within {PATIENCE:g} seconds.")
+        opened.record.set(sites={site: asdict(found) for site, found in facts.items()})
+        common, model = remote.agree({site: facts[site] for site in self._job["sites"]}, self._job["config"]["model"])
+        job = {**self._job, "config": {**self._job["config"], "model": model}, "facts": asdict(common)}
+        return job, common, [site for site in answers if not unfit[site]]
+
+    def _begin(self, opened: Store, job: dict[str, Any], here: list[str]) -> dict[str, dict[str, Any]]:
+        """What the sites that take part say when they begin."""
+        if job["privacy"]:  # what it can't cover is said here; of a site's errors no text would come
+            manifest.make(job, job["sites"][0], Facts.of(job["facts"]), self._public())
+        begun = self._everybody({"kind": "begin", "job": job}, DEADLINE, here)
+        if opened.record.last_round() == 0:
+            _check_approved(begun)
+        unfit = {site: _no_beginning(told, job, site) for site, told in begun.items()}
+        self._leave_out(opened, unfit)
+        return {site: told for site, told in begun.items() if not unfit[site]}
+
+    def _leave_out(self, opened: Store, unfit: Mapping[str, str | None]) -> None:
         """Sites that can't take part: a run does not begin without them, but goes on while there are enough others."""
-        reasons = {site: why for site, why in unfit.items() if why}
+        reasons, round = {site: why for site, why in unfit.items() if why}, opened.record.last_round()
         least = min(self._job["config"]["min_clients"], len(self._job["sites"]))
         for site, why in reasons.items():
             text = f"can't begin ({why}); its log says more."
-            if not resumes or len(unfit) - len(reasons) < least:
+            if round == 0 or len(unfit) - len(reasons) < least:
                 raise RunError(f"Site {site} {text}")
-            opened.record.event(opened.record.last_round(), "dropped", text, self._job["sites"].index(site))
+            opened.record.event(round, "dropped", text, self._job["sites"].index(site))
 
     def _public(self) -> Any:
         settings = self._settings
