@@ -49,15 +49,27 @@ def events(result: Result) -> list[tuple[int, str, str, str]]:
     return [(e["round"], names[e["client"]], e["kind"], e["text"]) for e in result.events if e["kind"] != "note"]
 
 
+TOLD = {"weight": 20.0, "samples": 20, "records": {"loss": 1.0}}
+LISTS = {"records": ["loss"], "privacy": None}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         *({"weight": value} for value in (math.inf, math.nan, -1.0, 1e300, "1", None, True, [1])),
         *({"samples": value} for value in (math.inf, 1.5, -1, "1", None)),
-        *({"records": value} for value in ([], None, 3, {"secret": 1.0}, {"": math.nan})),
-        {"code": 5},
+        *({"records": value} for value in ([], None, 3, {"secret": 1.0}, {"epsilon": 1.0}, {"loss": math.nan})),
     ],
 )
+def test_weights_samples_and_records_are_checked(wrong: dict[str, Any]) -> None:
+    assert nvflare._beside(TOLD, LISTS) == (20.0, 20, {"loss": 1.0})
+    private = nvflare._beside({**TOLD, "records": {"epsilon": 2}}, {**LISTS, "privacy": {"noise": 1.0}})
+    assert private[2] == {"epsilon": 2.0}
+    with pytest.raises(ValueError, match=f"its {next(iter(wrong))}"):
+        nvflare._beside({**TOLD, **wrong}, LISTS)
+
+
+@pytest.mark.parametrize("wrong", [{"weight": math.inf}, {"samples": math.inf}, {"records": []}, {"code": 5}])
 def test_what_a_site_tells_beside_a_payload_is_checked(wrong: dict[str, Any], root: Path) -> None:
     link = near(root)
 
