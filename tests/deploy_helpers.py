@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -64,6 +65,23 @@ def make_server(root: Path, **settings: Any) -> Path:
     (kit / "local").mkdir(parents=True, exist_ok=True)
     (kit / "local" / "pfed.json").write_text(json.dumps({"runs": str(root / "runs"), **settings}))
     return kit
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small data of three sites, and a public set."""
+    root = tmp_path_factory.mktemp("federation")
+    write_data(root, each=20, public=10)
+    return root
+
+
+@pytest.fixture
+def root(data: Path, tmp_path: Path) -> Path:
+    """A place with these data and a server's kit."""
+    for name in ("data", "public"):
+        (tmp_path / name).symlink_to(data / name)
+    make_server(tmp_path)
+    return tmp_path
 
 
 class Near(Link):

@@ -13,19 +13,7 @@ import torch
 
 pytest.importorskip("nvflare", reason="needs NVFlare: install pfed[deploy]")
 
-from deploy_helpers import (
-    NAMES,
-    Near,
-    again,
-    conduct,
-    left_behind,
-    make_kit,
-    make_server,
-    plan,
-    same,
-    simulate,
-    write_data,
-)
+from deploy_helpers import NAMES, Near, again, conduct, data, left_behind, make_kit, near, plan, root, same, simulate
 
 from pfed import Result, Tensors, store
 from pfed.deploy import jobs
@@ -34,27 +22,9 @@ from pfed.engines import nvflare
 from pfed.errors import Paused, RunError
 from pfed.wire import Payload
 
+__all__ = ["data", "root"]  # fixtures
 FEDREP = {"method": "fedrep", "hyper": {"head_epochs": 1}, "rounds": 3, "checkpoint_every": 1}
 Changed = tuple[dict[str, Any], Payload] | None
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("federation")
-    write_data(root, each=20, public=10)
-    return root
-
-
-@pytest.fixture
-def root(data: Path, tmp_path: Path) -> Path:
-    for name in ("data", "public"):
-        (tmp_path / name).symlink_to(data / name)
-    make_server(tmp_path)
-    return tmp_path
-
-
-def near(root: Path) -> Near:
-    return Near({name: make_kit(root, name) for name in NAMES})
 
 
 def events(result: Result) -> list[tuple[int, str, str, str]]:

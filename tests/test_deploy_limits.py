@@ -12,28 +12,14 @@ import torch
 
 pytest.importorskip("nvflare", reason="needs NVFlare: install pfed[deploy]")
 
-from deploy_helpers import ask, begun, body_of, conduct, job, make_kit, make_server, near, write_data
+from deploy_helpers import ask, begun, body_of, conduct, data, job, make_kit, near, root
 
 from pfed import Result, Tensors
 from pfed.deploy import manifest, site, worker
 
+__all__ = ["data", "root"]  # fixtures
 FEDREP = {"method": "fedrep", "hyper": {"head_epochs": 1}}
 CALLS = {"code": "refused", "why": "calls"}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("federation")
-    write_data(root, each=20, public=10)
-    return root
-
-
-@pytest.fixture
-def root(data: Path, tmp_path: Path) -> Path:
-    for name in ("data", "public"):
-        (tmp_path / name).symlink_to(data / name)
-    make_server(tmp_path)
-    return tmp_path
 
 
 def begin(link: Any, config: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -19,14 +19,15 @@ from deploy_helpers import (
     begun,
     body_of,
     conduct,
+    data,
     job,
     make_kit,
     make_server,
     near,
     plan,
     planned,
+    root,
     simulate,
-    write_data,
 )
 
 from pfed import Tensors
@@ -34,23 +35,9 @@ from pfed.deploy import manifest, message, site, worker
 from pfed.deploy.controller import Conductor
 from pfed.errors import RunError, UserError
 
+__all__ = ["data", "root"]  # fixtures
 LABELS = [f"LABELMARK-{i}" for i in range(10)]
 MARKS = [b"PATHMARK", b"LABELMARK", b"ERRORMARK", b"PRINTMARK", b"LOGMARK", b"NOTEMARK"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("federation")
-    write_data(root, each=20, public=10)
-    return root
-
-
-@pytest.fixture
-def root(data: Path, tmp_path: Path) -> Path:
-    for name in ("data", "public"):
-        (tmp_path / name).symlink_to(data / name)
-    make_server(tmp_path)
-    return tmp_path
 
 
 def test_a_manifest_lists_what_a_method_sends(root: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("nvflare", reason="needs NVFlare: install pfed[deploy]")
 
-from deploy_helpers import NAMES, Near, again, conduct, make_kit, make_server, near, plan, write_data
+from deploy_helpers import NAMES, Near, again, conduct, data, make_kit, near, plan, root
 
 from pfed import Result, store
 from pfed.deploy import jobs, message
@@ -25,23 +25,9 @@ from pfed.engines.base import Call
 from pfed.errors import Paused, RunError
 from pfed.wire import Payload
 
+__all__ = ["data", "root"]  # fixtures
 FEDREP = {"method": "fedrep", "hyper": {"head_epochs": 1}, "rounds": 3, "checkpoint_every": 1}
 Changed = tuple[dict[str, Any], Payload] | None
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("federation")
-    write_data(root, each=20, public=10)
-    return root
-
-
-@pytest.fixture
-def root(data: Path, tmp_path: Path) -> Path:
-    for name in ("data", "public"):
-        (tmp_path / name).symlink_to(data / name)
-    make_server(tmp_path)
-    return tmp_path
 
 
 def events(result: Result) -> list[tuple[int, str, str, str]]:
