@@ -56,7 +56,7 @@ bench: .venv/ready
 .venv/core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pfed needs Python 3.11 or newer: make PYTHON=/path/to/python3")'
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check $(INDEX) --constraint constraints.txt --editable .
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check $(INDEX) --constraint constraints.txt --editable .
 	touch .venv/core
 
 .venv/ready: .venv/core
