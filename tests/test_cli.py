@@ -493,7 +493,7 @@ RUN = {
 COMMANDS = {
     "run": COMMON | SPLIT | RUN,
     "compare": COMMON | SPLIT | RUN | {"--seeds", "--report", "--reuse"},
-    "tune": COMMON | SPLIT | RUN | {"--try", "--search", "--least", "--seeds", "--out"},
+    "tune": COMMON | SPLIT | RUN | {"--try", "--rates", "--search", "--least", "--seeds", "--out"},
     "resume": COMMON | {"--rounds"},
     "stop": COMMON,
     "runs": COMMON,

@@ -116,6 +116,9 @@ def _parser() -> Parser:
         default=[],
         help="values to try of local.* or of a method's option [some learning rates, and what the options name]",
     )
+    search.add_argument(
+        "--rates", metavar="A,B,…", help="learning rates to try beside what the options name [0.01,0.03,0.1]"
+    )
     search.add_argument("--search", choices=["halving", "grid"], default="halving", help="how to search [halving]")
     search.add_argument("--least", metavar="int", default="1", help="rounds that every setting gets at least [1]")
     search.add_argument("--seeds", metavar="N|A,B,…", default="1", help="how many seeds, or which")

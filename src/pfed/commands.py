@@ -147,12 +147,12 @@ def tune(arguments: argparse.Namespace) -> None:
     least = int(arguments.least)
 
     from pfed import presets
-    from pfed.tuning import defaults, tune
+    from pfed.tuning import tune
 
     # A mistake in the last method's, or in where to put them, shows before the first one takes its hours.
     if arguments.out:
         presets.before(Path(arguments.out))
-    tries = {m: _tries(arguments.tries, m) if arguments.tries else defaults(m) for m in arguments.methods}
+    tries = {method: _tries(arguments, method) for method in arguments.methods}
     found = []
     for method in arguments.methods:
         own = _under(arguments, method, {**values, "hyper": hyper.get(method, {})})
@@ -169,12 +169,19 @@ def tune(arguments: argparse.Namespace) -> None:
         print(f"The best are in {arguments.out}: pfed run METHOD --preset {arguments.out}")
 
 
-def _tries(pairs: Sequence[str], method: str) -> dict[str, list[Any]]:
+def _tries(arguments: argparse.Namespace, method: str) -> dict[str, list[Any]]:
     """The values to try by option."""
-    from pfed import registry
+    from pfed import registry, tuning
 
+    if arguments.rates and arguments.tries:
+        raise UserError(f"--rates goes without --try; write --try local.lr={arguments.rates}.")
+    if arguments.rates:
+        rates = [options.parse(config.Local, "lr", part, "local") for part in arguments.rates.split(",")]
+        return tuning.defaults(method, rates)
+    if not arguments.tries:
+        return tuning.defaults(method)
     found = {}
-    for pair in pairs:
+    for pair in arguments.tries:
         key, equals, text = pair.partition("=")
         if not equals or not text:
             raise UserError(f"--try takes KEY=A,B,…. Got {pair!r}.")

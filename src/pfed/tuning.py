@@ -91,7 +91,7 @@ def tune(
     """Try settings of a method on validation data, which are taken out of the training data.
 
     `tries` has the values to try by name (`local.lr`, or an option of the method); without it they are some learning
-    rates and what the method's own options say. A grid gives all of them all rounds; halving starts with few rounds,
+    rates and what the method's own options say (`tuning.defaults`). A grid gives all of them all rounds; halving starts with few rounds,
     at `least` so many, and goes on with the better third. Where few clients take part in a round, give it enough
     rounds for each to have had its turn.
 
@@ -126,9 +126,9 @@ def tune(
         return Tuning(method, [*trials, *done], kept)
 
 
-def defaults(method: str) -> dict[str, list[Any]]:
+def defaults(method: str, rates: Sequence[float] = RATES) -> dict[str, list[Any]]:
     """What is tried of a method where nobody says what: learning rates, and what its options name."""
-    found: dict[str, list[Any]] = {} if registry.make(method, {}).own_rates else {"local.lr": list(RATES)}
+    found: dict[str, list[Any]] = {} if registry.make(method, {}).own_rates else {"local.lr": list(rates)}
     for name, cls in registry.fields(method).items():
         tries = cls.__dataclass_fields__[name].metadata.get("tries")  # type: ignore[attr-defined]
         if tries:
