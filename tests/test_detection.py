@@ -111,7 +111,7 @@ def test_scores_are_average_precision(scenes: Federation) -> None:
     assert {"", "/ap", "/ap50-voc07"} <= main
     assert any(name.startswith("/ap50/") for name in main)
     header, _ = compare(["fedavg"], data=scenes, model=MODEL, task="detection", rounds=0).cells()
-    assert header[:4] == ["method", "AP50 %", "sketch", "inverted"]
+    assert header[:5] == ["method", "AP50 %", "sketch", "inverted", "worst client"]
     assert "worst decile" not in header
 
 

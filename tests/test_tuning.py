@@ -105,6 +105,23 @@ def test_the_command_writes_a_preset_that_others_take(tmp_path: Path, capsys: py
     assert [r.config["local"]["lr"] for r in both.results] == [0.05, preset.methods["fedprox"]["local"]["lr"]]
 
 
+def test_a_preset_has_also_what_was_the_same_in_all_trials(tmp_path: Path) -> None:
+    out = tmp_path / "tuned.toml"
+    words = ["tune", "fedrep", "--try", "head_epochs=1,2", "--set", "body_epochs=2", "--out", str(out)]
+    assert cli.main([*words, "--clients", "4", "--rounds", "1", "--model", "mlp", "--train-cap", "20"]) == 0
+    hyper = presets.load(out).methods["fedrep"]["hyper"]
+    assert hyper["body_epochs"] == 2
+    assert hyper["head_epochs"] in (1, 2)
+
+
+def test_other_rates_are_tried_beside_what_the_options_name(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tune", "fedprox", "--rates", "0.2,0.4", "--clients", "4", "--rounds", "1", "--train-cap", "40", "--json"]
+    assert cli.main(words) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    tried = {(trial["settings"]["local.lr"], trial["settings"]["mu"]) for trial in found["trials"]}
+    assert tried == {(rate, mu) for rate in (0.2, 0.4) for mu in (0.01, 0.1, 1.0)}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -120,6 +137,8 @@ def test_the_command_writes_a_preset_that_others_take(tmp_path: Path, capsys: py
         (["fedprox", "--validation", "0"], "There are no validation data to tune on."),
         (["fedprx"], "There is no method 'fedprx'. Did you mean 'fedprox'?"),
         (["fedavg", "fedprx"], "There is no method 'fedprx'. Did you mean 'fedprox'?"),
+        (["fedavg", "--rates", "0.1,x"], "local.lr must be a number. Got 'x'."),
+        (["fedavg", "--rates", "0.1", "--try", "local.epochs=1"], "--rates goes without --try; write --try local.lr=0.1."),
         (["fedprox", "fedavg", "--try", "mu=1"], "There is no option to tune of fedavg 'mu'."),
     ],
 )

@@ -281,6 +281,7 @@ class Comparison:
                     "seeds": len(group),
                     "mean": over_seeds(group, MAIN),
                     "worst": over_seeds(group, f"{MAIN}/worst-decile"),
+                    "least": over_seeds(group, f"{MAIN}/min"),
                     "new": over_seeds(group, "ensemble/new-test"),
                     "external": over_seeds(group, "ensemble/external"),
                     "domains": {name: over_clients(group, i) for i, name in enumerate(names)},
@@ -314,14 +315,16 @@ class Comparison:
         rows, names = self.rows(), self.domains()
         score = self.results[0].score if self.results else SCORES["classification"]
         titles = {"mean": f"{score} %", "worst": "worst decile", "new": "new test", "external": "external"}
-        always = {"mean"} if names else {"mean", "worst"}  # of few clients each has a column, and none is a decile
+        always = {"mean"} if names else {"mean", "worst"}  # of few clients each has a column, and the worst is one
         shown = [k for k in titles if k in always or (k != "worst" and any(row[k] for row in rows))]
-        header = ["method", *(titles[key] for key in shown), *names, "gain over Local", "per client", "time"]
+        least = ["worst client"] if names else []
+        header = ["method", *(titles[key] for key in shown), *names, *least, "gain over Local", "per client", "time"]
         body = [
             [
                 row["method"],
                 *(spread(row[key]) for key in shown),
                 *(spread(row["domains"][name]) for name in names),
+                *(spread(row["least"]) for _ in least),
                 spread(row["gain"], sign=True),
                 bytes_text(row["bytes"]),
                 f"{row['seconds']:.1f} s",

@@ -46,6 +46,7 @@ class Tuning:
     method: str
     trials: Sequence[Trial]
     run: Settings
+    hyper: Settings = field(default_factory=dict)  # options of the method that were the same in all trials
 
     @property
     def best(self) -> Settings:
@@ -69,7 +70,7 @@ class Tuning:
     def save(self, path: Path) -> None:
         """Put the best settings into a preset file, beside those that it has of other methods."""
         before = presets.before(path)
-        own: dict[str, dict[str, Any]] = {"local": {}, "hyper": {}}
+        own: dict[str, dict[str, Any]] = {"local": {}, "hyper": dict(self.hyper)}
         for name, value in self.best.items():
             own["local" if name.startswith("local.") else "hyper"][name.removeprefix("local.")] = value
         about = before.about or "Found by `pfed tune` on validation data."
@@ -123,7 +124,7 @@ def tune(
             done = [*trials[len(going) :], *done]
             trials = going
         kept = {key: value for key, value in options.items() if key not in NOT_KEPT}
-        return Tuning(method, [*trials, *done], kept)
+        return Tuning(method, [*trials, *done], kept, options.get("hyper", {}))
 
 
 def defaults(method: str, rates: Sequence[float] = RATES) -> dict[str, list[Any]]:
