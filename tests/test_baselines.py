@@ -153,3 +153,9 @@ def test_a_client_that_missed_the_preparation_of_fedmd_makes_up_for_it(tiny: Fed
 def test_an_option_that_run_and_method_have_is_named_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "apfl", "--set", "alpha=0.3"]) == 2
     assert capsys.readouterr().err == "pfed: alpha is an option of the run and of apfl. Write --alpha or apfl.alpha.\n"
+
+
+@pytest.mark.parametrize("settings", [{"bn": "local-stats"}, {"bn": "local-all"}, {"deadline": 1e-6}, {"dropout": 0.9}])
+def test_central_training_has_no_clients_that_keep_or_miss_anything(settings: dict[str, Any]) -> None:
+    common: dict[str, Any] = {"model": "cnn-small-bn", "clients": 3, "rounds": 2, "train_cap": 40, "eval_every": 0}
+    assert Experiment("all", **common, **settings).run().metrics == Experiment("all", **common).run().metrics

@@ -61,6 +61,32 @@ def test_the_originals_are_not_the_defaults() -> None:
     assert (original["beta"], Experiment("perfedavg").method.hyperparameters()["beta"]) == (0.001, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [
+        ("apfl", {"alpha": 0.75, "adaptive": False}),
+        ("fedetf", {"scale": 10.0, "alternations": 20, "lr": 0.04, "momentum": 0.9, "batch_size": 128}),
+        ("fedpac", {"lam": 1.0, "head_lr": 0.1, "lr": 0.01, "weight_decay": 5e-4, "epochs": 5}),
+        ("fedrep", {"head_epochs": 10, "body_epochs": 1, "momentum": 0.5, "weight_decay": 1e-4}),
+        ("l2gd", {"p": 0.9, "mix": 0.05, "lr": 0.1}),
+        ("pfedme", {"lam": 15.0, "inner_steps": 5, "personal_lr": 0.01, "eta": 0.005, "beta": 1.0}),
+        ("pfedsd", {"lam": 1.0, "tau": 1.0, "lr": 0.01, "momentum": 0.9, "weight_decay": 1e-5, "batch_size": 64}),
+        ("scaffold", {"eta_g": 1.0}),
+    ],
+)
+def test_the_originals_are_as_published(method: str, values: dict[str, Any]) -> None:
+    made = Experiment(method, **presets.load("original").of(method))
+    found = {**vars(made.options.local), **made.method.hyperparameters()}
+    assert {key: found[key] for key in values} == values
+
+
+def test_a_method_that_is_not_known_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[methods.fedprxo]\nhyper = { mu = 0.5 }\n")
+    with pytest.raises(UserError, match=r"There is no method of the preset .*'fedprxo'\. Did you mean 'fedprox'\?"):
+        presets.load(path)
+
+
 def test_a_run_takes_a_preset_and_flags_win(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = tmp_path / "runs"
     found = config(capsys, runs, "run", "fedprox", "--preset", file)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pfed import Experiment, Federation, RunError, Samples, UserError, cli, compare, presets, tune, tuning
+from pfed.config import Local
 from pfed.registry import methods
 from pfed.result import Result
 
@@ -114,6 +115,47 @@ def test_a_preset_has_also_what_was_the_same_in_all_trials(tmp_path: Path) -> No
     assert hyper["head_epochs"] in (1, 2)
 
 
+def test_what_a_preset_says_of_one_method_stays_with_it(tmp_path: Path) -> None:
+    out = tmp_path / "tuned.toml"
+    words = ["tune", "fedper", "fedavg", "--preset", "original", "--try", "local.lr=0.05", "--out", str(out)]
+    assert cli.main([*words, "--clients", "4", "--rounds", "1", "--model", "mlp", "--train-cap", "20"]) == 0
+    tuned = presets.load(out)
+    assert (tuned.of("fedper")["local"]["epochs"], tuned.of("fedper")["local"]["lr"]) == (4, 0.05)
+    assert "epochs" not in tuned.of("fedavg")["local"]
+
+
+def test_mistakes_show_before_anything_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Experiment, "run", lambda *_: pytest.fail("it was tried"))
+    with pytest.raises(UserError, match=r"FedProx\.mu must be >= 0\. Got -1\.0\."):
+        tune("fedprox", {"mu": [0.1, -1.0]}, **SMALL)
+    with pytest.raises(UserError, match="no validation data"):
+        tune("fedprox", {"mu": [0.1]}, validation=0.0, **SMALL)
+
+
+def test_options_from_python_are_kept_as_far_as_a_file_can_say_them(tiny: Federation, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"data": tiny, "model": "mlp", "rounds": 1, "alpha": None, "hyper": None}
+    for local in (Local(batch_size=5), None):
+        found = tune("fedavg", {"local.lr": [0.1]}, local=local, **given)
+        found.save(tmp_path / "own.toml")
+        kept = presets.load(tmp_path / "own.toml")
+        assert kept.run == {"model": "mlp", "rounds": 1}
+        assert kept.of("fedavg")["local"].get("batch_size") == (5 if local else None)
+
+
+def test_a_trial_that_failed_early_may_succeed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a cosine schedule a longer run is another run."""
+    trial = tuning.Trial({"local.lr": 0.1})
+    same = {"local": {"schedule": "cosine"}, "hyper": {}}
+    tuner = tuning._Tuner("fedavg", (0,), {**SMALL, "validation": 0.2}, same)
+    with monkeypatch.context() as patch:
+        patch.setattr(Experiment, "run", lambda *_: (_ for _ in ()).throw(RunError("once")))
+        tuner.extend(trial, 1, tmp_path)
+    assert trial.failed == "once"
+    tuner.extend(trial, 2, tmp_path)
+    assert not trial.failed
+    assert trial.score > 0
+
+
 def test_other_rates_are_tried_beside_what_the_options_name(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tune", "fedprox", "--rates", "0.2,0.4", "--clients", "4", "--rounds", "1", "--train-cap", "40", "--json"]
     assert cli.main(words) == 0
@@ -138,7 +180,7 @@ def test_other_rates_are_tried_beside_what_the_options_name(capsys: pytest.Captu
         (["fedprx"], "There is no method 'fedprx'. Did you mean 'fedprox'?"),
         (["fedavg", "fedprx"], "There is no method 'fedprx'. Did you mean 'fedprox'?"),
         (["fedavg", "--rates", "0.1,x"], "local.lr must be a number. Got 'x'."),
-        (["fedavg", "--rates", "0.1", "--try", "local.epochs=1"], "--rates goes without --try; write --try local.lr=0.1."),
+        (["fedavg", "--rates", "0.1", "--try", "local.epochs=1"], "goes without --try; write --try local.lr=0.1."),
         (["fedprox", "fedavg", "--try", "mu=1"], "There is no option to tune of fedavg 'mu'."),
     ],
 )

@@ -228,7 +228,8 @@ class Experiment:
         for template in templates:
             anatomy.marks(template).shape = federation.shape
         self.method.check_models(templates)
-        pool.mark(templates, self.options.bn, federation.shape)
+        # Of data in one place there is one model, in which no client has statistics of its own.
+        pool.mark(templates, "share" if "pooled" in self.method.needs else self.options.bn, federation.shape)
         if self.options.channels_last:
             pool.channels_last(templates)
         if len(found) == 1:

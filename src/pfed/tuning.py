@@ -6,7 +6,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,8 @@ RATES = (0.01, 0.03, 0.1)  # learning rates that are tried unless others are giv
 FACTOR = 3  # of halving: a third of the settings goes on, with three times the rounds
 CARVED = 0.2  # the share of each client's training data that settings are judged on
 JUDGED = "personal/validation"
-NOT_KEPT = {"validation", "eval_every", "seed", "hyper", *WAYS}  # of the run's settings in a preset
+NOTHING = "There are no validation data to tune on. Set run.validation, for example to 0.2."
+NOT_KEPT = {"validation", "eval_every", "seed", "local", "hyper", *WAYS}  # of the run's settings in a preset
 Settings = Mapping[str, Any]
 
 
@@ -46,7 +47,7 @@ class Tuning:
     method: str
     trials: Sequence[Trial]
     run: Settings
-    hyper: Settings = field(default_factory=dict)  # options of the method that were the same in all trials
+    same: Mapping[str, Settings]  # of `local` and `hyper`: what all trials had in common
 
     @property
     def best(self) -> Settings:
@@ -70,7 +71,7 @@ class Tuning:
     def save(self, path: Path) -> None:
         """Put the best settings into a preset file, beside those that it has of other methods."""
         before = presets.before(path)
-        own: dict[str, dict[str, Any]] = {"local": {}, "hyper": dict(self.hyper)}
+        own = {table: dict(self.same[table]) for table in ("local", "hyper")}
         for name, value in self.best.items():
             own["local" if name.startswith("local.") else "hyper"][name.removeprefix("local.")] = value
         about = before.about or "Found by `pfed tune` on validation data."
@@ -92,7 +93,7 @@ def tune(
     """Try settings of a method on validation data, which are taken out of the training data.
 
     `tries` has the values to try by name (`local.lr`, or an option of the method); without it they are some learning
-    rates and what the method's own options say (`tuning.defaults`). A grid gives all of them all rounds; halving starts with few rounds,
+    rates and what the method's own options say. A grid gives all of them all rounds; halving starts with few rounds,
     at `least` so many, and goes on with the better third. Where few clients take part in a round, give it enough
     rounds for each to have had its turn.
 
@@ -107,10 +108,13 @@ def tune(
         raise UserError(f"least must be >= 1. Got {least}.")
     given = {name: list(values) for name, values in (tries or defaults(method)).items()}
     _check(method, given)
+    same = {table: _table(options.pop(table, None)) for table in ("local", "hyper")}
     options = {"validation": CARVED, "eval_every": 0, **options}
     trials = [Trial(dict(zip(given, values, strict=True))) for values in itertools.product(*given.values())]
-    tuner = _Tuner(method, tuple(seeds), options)
-    whole = tuner.experiment(trials[0], 0, None).options.rounds
+    tuner = _Tuner(method, tuple(seeds), options, same)
+    (whole,) = {tuner.experiment(trial, 0, None).options.rounds for trial in trials}  # mistakes show before the first
+    if isinstance(options.get("data", ""), str) and not options["validation"]:
+        raise UserError(NOTHING)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(runs or scratch)
         done: list[Trial] = []
@@ -123,8 +127,17 @@ def tune(
                 raise RunError(f"All settings of {method} failed. The first: {going[0].failed}")
             done = [*trials[len(going) :], *done]
             trials = going
-        kept = {key: value for key, value in options.items() if key not in NOT_KEPT}
-        return Tuning(method, [*trials, *done], kept, options.get("hyper", {}))
+        kept = {key: value for key, value in options.items() if key not in NOT_KEPT and _plain(value)}
+        return Tuning(method, [*trials, *done], kept, same)
+
+
+def _table(given: Local | Settings | None) -> Settings:
+    return asdict(given) if isinstance(given, Local) else dict(given or {})
+
+
+def _plain(value: Any) -> bool:
+    """Whether a file can say it: not so data and models from Python, nor what is left to the run."""
+    return isinstance(value, (str, int, float))
 
 
 def defaults(method: str, rates: Sequence[float] = RATES) -> dict[str, list[Any]]:
@@ -162,14 +175,14 @@ class _Tuner:
     method: str
     seeds: tuple[int, ...]
     options: Mapping[str, Any]
+    same: Mapping[str, Settings]
 
     def experiment(self, trial: Trial, seed: int, rounds: int | None) -> Experiment:
         hyper = {name: value for name, value in trial.settings.items() if not name.startswith("local.")}
-        local = dict(self.options.get("local", {}))
-        local |= {name[6:]: value for name, value in trial.settings.items() if name.startswith("local.")}
+        local = {name[6:]: value for name, value in trial.settings.items() if name.startswith("local.")}
+        tables = {"local": {**self.same["local"], **local}, "hyper": {**self.same["hyper"], **hyper}}
         changed = {} if rounds is None else {"rounds": rounds}
-        common = {**self.options, "hyper": {**self.options.get("hyper", {}), **hyper}}
-        return Experiment(self.method, **{**common, **changed, "local": local, "seed": seed})
+        return Experiment(self.method, **{**self.options, **changed, **tables, "seed": seed})
 
     def extend(self, trial: Trial, rounds: int, folder: Path) -> None:
         """Go on with a trial until it has so many rounds, or run it anew where rounds can't be added.
@@ -177,7 +190,7 @@ class _Tuner:
         One that stops by itself, as where numbers grow beyond all bounds, has failed.
         """
         scores = []
-        trial.rounds = rounds
+        trial.rounds, trial.failed = rounds, ""
         for seed in self.seeds:
             experiment = self.experiment(trial, seed, rounds)
             before = trial.folders.get(seed)
@@ -193,5 +206,5 @@ class _Tuner:
 
 def _score(result: Result) -> float:
     if JUDGED not in result.metrics:
-        raise UserError("There are no validation data to tune on. Set run.validation, for example to 0.2.")
+        raise UserError(NOTHING)
     return result.metrics[JUDGED]

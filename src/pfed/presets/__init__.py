@@ -86,10 +86,19 @@ def checked(values: dict[str, Any], where: str) -> Preset:
     if not all(isinstance(table, dict) for table in [run, methods, *methods.values()]):
         raise UserError(f"run and methods of {where} must be tables.")
     for method, own in methods.items():
+        _check_name(method, where)
         for key, table in own.items():
             if key not in ("local", "hyper") or not isinstance(table, dict):
                 raise UserError(f"methods.{method} of {where} must have tables local and hyper. Got {key}.")
     return Preset(values.get("about", ""), run, methods)
+
+
+def _check_name(method: str, where: str) -> None:
+    from pfed.registry import SUFFIX, methods
+
+    name = method.removesuffix(SUFFIX)
+    if ".py" not in name and name not in methods():
+        raise unknown(f"method of {where}", method, methods())
 
 
 def before(path: Path) -> Preset:
