@@ -15,6 +15,7 @@ import pytest
 
 import pfed
 from pfed.cli import _parse
+from pfed.registry import methods
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -71,3 +72,12 @@ def test_links_in_docs_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_method_has_a_page() -> None:
+    both = {"partialfed-fix": "partialfed", "partialfed-adaptive": "partialfed"}
+    for method in methods():
+        page = ROOT / "docs" / "methods" / f"{both.get(method, method)}.md"
+        assert f"(methods/{page.name})" in (ROOT / "docs" / "methods.md").read_text()
+        for heading in ("Algorithm", "Hyper-parameters", "What crosses the wire", "Measured"):
+            assert f"\n## {heading}\n" in page.read_text(), page.name
