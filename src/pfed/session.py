@@ -123,12 +123,15 @@ class Session:
             raise KeyboardInterrupt
 
     def _act(self, t: int) -> None:
-        if t == 0:
-            self.method.start(self.server, Cohort(self.exchange, self.clients, t))
-        elif t <= self.options.rounds:
-            self.method.round(self.server, Cohort(self.exchange, self._chosen(t), t))
-        else:
-            self.method.finish(self.server, Cohort(self.exchange, self.clients, t))
+        try:
+            if t == 0:
+                self.method.start(self.server, Cohort(self.exchange, self.clients, t))
+            elif t <= self.options.rounds:
+                self.method.round(self.server, Cohort(self.exchange, self._chosen(t), t))
+            else:
+                self.method.finish(self.server, Cohort(self.exchange, self.clients, t))
+        finally:
+            self.exchange.pool.give_back()  # what the method ran at the server
 
     def _chosen(self, t: int) -> list[int]:
         """The clients of a round: a share of all, at least one, drawn without replacement."""

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
 from pfed import anatomy
 from pfed.anatomy import ALL, BACKBONE, HEAD, params, snapshot
 from pfed.client import Client
 from pfed.cohort import Cohort
+from pfed.errors import UserError
 from pfed.method import ANY_TASK, Aggregation, Method, step
 from pfed.options import option
 from pfed.pool import Spec
@@ -40,6 +43,18 @@ class FedBABU(Method):
         model = spec.base()
         spec.add("head", lambda: _draw(model.get_submodule(anatomy.head_name(model))), common=True)
         return model
+
+    def check_models(self, models: Sequence[nn.Module]) -> None:
+        super().check_models(models)
+        heads = [model.get_submodule(anatomy.head_name(model)) for model in models]
+        for head in heads if len(heads) > 1 else ():
+            for name in _left(head):
+                numbers = torch.cat([other.state_dict()[name].flatten() for other in heads])
+                if (numbers != numbers[:1]).any():  # one number everywhere, as a scale, is not left to chance
+                    raise UserError(
+                        "FedBABU draws one head for several models, by its reset_parameters(). "
+                        f"Got {type(head).__name__}, whose {name} is not drawn by it and would differ."
+                    )
 
     def init(self, model: nn.Module) -> State:
         return {"body": params(model, BACKBONE)}
@@ -75,6 +90,15 @@ class FedBABU(Method):
 
 def _draw(head: nn.Module) -> None:
     """Initial values anew, from the stream that is in use."""
-    for module in head.modules():
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
+    for module in _drawable(head):
+        module.reset_parameters()  # type: ignore[operator]
+
+
+def _drawable(head: nn.Module) -> list[nn.Module]:
+    return [module for module in head.modules() if callable(getattr(module, "reset_parameters", None))]
+
+
+def _left(head: nn.Module) -> list[str]:
+    """The names of the tensors that nobody draws anew."""
+    drawn = {id(t) for module in _drawable(head) for t in [*module.parameters(), *module.buffers()]}
+    return [name for name, t in head.state_dict(keep_vars=True).items() if id(t) not in drawn]

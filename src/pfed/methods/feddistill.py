@@ -60,9 +60,12 @@ class FedDistill(Method):
         """All clients' logits by label, and how many have the label. (classes, classes), (classes,)"""
         if not server["logits"]:
             return None
-        known = sorted(server["logits"])
-        logits = torch.stack([server["logits"][k] for k in known]).double().sum(0)
-        return logits, torch.stack([server["seen"][k] for k in known]).double().sum(0)
+        classes = len(next(iter(server["logits"].values())))
+        logits, seen = (torch.zeros(shape, dtype=torch.float64) for shape in ((classes, classes), (classes,)))
+        for client in sorted(server["logits"]):  # one by one: together they may be many
+            logits += server["logits"][client]
+            seen += server["seen"][client]
+        return logits, seen
 
     def _mean(
         self, server: State, sums: tuple[Tensor, Tensor] | None, client: int
@@ -95,9 +98,10 @@ class FedDistill(Method):
                 return own
             target = mean[batch.y]
             each = kl_each(target, out) if self.distance == "kl" else ((out - target) ** 2).mean(1)
-            far = (each * known[batch.y]).mean()  # nothing for labels that no other client has
-            client.log_mean(distillation=far.detach())
-            return own + self.lam * far
+            has = known[batch.y]
+            if has.any():
+                client.log_mean(distillation=each[has].mean())
+            return own + self.lam * (each * has).mean()  # nothing for labels that no other client has
 
         return loss
 

@@ -73,6 +73,7 @@ class FedMD(Method):
         """The logits of this round's images, by way of what a client may have missed before round 1."""
         if "prepared" not in client.state:
             self.prepare(client)
+            client.starved = False  # whatever it could train on, its logits count as in any other round
         images, model = public_part(client, client.round, self.subset), client.model()
         return {"logits": torch.cat([predict(model, part) for part in torch.split(images, SLICE)])}
 

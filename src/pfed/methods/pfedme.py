@@ -29,8 +29,8 @@ class PFedMe(Method):
     >>> result = Experiment("pfedme", clients=4, rounds=1).run()
 
     Deviations from the paper: local rounds are the run's batches. θ starts at the received w and carries over from
-    batch to batch; both kinds of step are plain, without momentum or weight decay, and have rates of their own. Those
-    of the authors, 0.01 and 0.005, hardly learn in so few rounds (preset `original`).
+    batch to batch; both kinds of step are plain, without momentum or weight decay, and have rates of their own. With
+    those of the authors, 0.01 and 0.005 (preset `original`), it learns more slowly.
     """
 
     lam: float = option(15.0, "pull of the personal model towards the own copy of the global one", ge=0)
