@@ -6,6 +6,7 @@ Client 0 has one sample and client 1 three, so by samples they count 1/4 and 3/4
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from helpers import Residual, blobs, federation, mlp, run
 from scipy.optimize import minimize
+from test_method_arithmetic import DATA as SAMPLES
 from test_method_arithmetic import (
     START,
     TwoLayers,
@@ -166,22 +168,22 @@ def test_apfl(adaptive: bool) -> None:
     assert (weights[0] != 0.25) == adaptive
 
 
+def loss(w: Weights, client: int) -> float:
+    """The cross-entropy of a client's sample, in plain floats."""
+    (b, *h), (x, y) = w, SAMPLES[client]
+    return math.log(sum(math.exp(weight * b * x) for weight in h)) - h[y] * b * x
+
+
 def test_the_slope_of_apfl_is_that_of_the_loss() -> None:
-    """⟨v − w, ∇F(αv + (1 − α)w)⟩ is dF/dα: by finite differences of the loss."""
-    torch.manual_seed(0)
-    model, v, w = mlp().double(), mlp().double(), mlp().double()
-    x, y = torch.randn(9, 4, dtype=torch.float64), torch.randint(3, (9,))
-
-    def loss(alpha: float) -> Tensor:
-        mixed = {n: alpha * a + (1 - alpha) * b for (n, a), b in zip(v.named_parameters(), w.parameters(), strict=True)}
-        return F.cross_entropy(torch.func.functional_call(model, mixed, (x,)), y)
-
-    at = {n: (0.3 * a + 0.7 * b).detach() for (n, a), b in zip(v.named_parameters(), w.parameters(), strict=True)}
-    live = {n: t.requires_grad_() for n, t in at.items()}
-    grads = torch.autograd.grad(F.cross_entropy(torch.func.functional_call(model, live, (x,)), y), list(live.values()))
-    slope = sum(((a - b) * g).sum() for a, b, g in zip(v.parameters(), w.parameters(), grads, strict=True))
-    differences = (loss(0.3 + 1e-5) - loss(0.3 - 1e-5)) / 2e-5
-    assert slope.item() == pytest.approx(differences.item(), rel=1e-6)  # type: ignore[union-attr]
+    """What α moved by in round 2, over its rate, is dF(αv + (1 − α)w)/dα, by differences of the loss."""
+    once, twice = (go("apfl", rounds, {"alpha": 0.25, "alpha_lr": 0.125}) for rounds in (1, 2))
+    w: Weights = tuple(values(once.server["params"]))  # type: ignore[assignment]
+    for k in (0, 1):
+        v, alpha = tuple(values(once.states[k]["v"])), once.states[k]["alpha"]
+        slope = (alpha - twice.states[k]["alpha"]) / 0.125
+        above, below = (loss(combine((a, v), (1 - a, w)), k) for a in (alpha + 1e-5, alpha - 1e-5))  # type: ignore[arg-type]
+        assert slope == pytest.approx((above - below) / 2e-5, abs=1e-5)
+        assert abs(slope) > 0.01
 
 
 def test_l2gd() -> None:

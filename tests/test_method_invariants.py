@@ -59,16 +59,6 @@ def sent(done: Run) -> set[str]:
 
 
 @every_method
-def test_no_round_is_the_initial_model(method: str) -> None:
-    """T = 0: server and clients hold the model that the run's seed draws, and nobody sent anything."""
-    done = go(method, {"ft_epochs": 0} if method == "fedavg+ft" else None, rounds=0)
-    start = initial(NOISY)
-    assert_same(done.server, {name: start.only(tensors) for name, tensors in done.server.items()})
-    assert_same(done.personal, dict.fromkeys(CLIENTS, start))
-    assert done.result.bytes_up == 0
-
-
-@every_method
 def test_no_epoch_changes_nothing(method: str) -> None:
     """E = 0: all take part and nothing moves. So the weights of the mean sum to 1."""
     none = {"fedrep": {"head_epochs": 0, "body_epochs": 0}, "fedavg+ft": {"ft_epochs": 0}}
@@ -77,14 +67,6 @@ def test_no_epoch_changes_nothing(method: str) -> None:
     assert done.messages
     assert_same(done.server, {name: start.only(tensors) for name, tensors in done.server.items()})
     assert_same(done.personal, dict.fromkeys(CLIENTS, start))
-
-
-@every_method
-def test_one_client(method: str) -> None:
-    """N = 1: the run goes through, and the client's model is not the initial one."""
-    done = go(method, data=blobs([12]))
-    assert done.result.state == "complete"
-    assert not same(done.personal[0], initial(NOISY))
 
 
 @every_method

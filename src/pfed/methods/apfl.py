@@ -28,7 +28,8 @@ class APFL(Method):
     >>> from pfed import Experiment
     >>> result = Experiment("apfl", clients=4, rounds=1, hyper={"alpha": 0.5}).run()
 
-    Deviations from the paper: none. The gradient is taken at v̄, not at v, and weights are mixed, not logits.
+    Deviations from the paper: none. The gradient is taken at v̄, not at v; weights are mixed, not logits; α is learned
+    at every batch, not only at the first of a round.
     """
 
     alpha: float = option(
@@ -63,7 +64,10 @@ class APFL(Method):
             alpha = after if self.adaptive else alpha
 
         if client.fit(model, grad=personal).steps:
-            client.state["v"] = anatomy.snapshot(mixed) | own
+            with torch.no_grad():
+                for name, parameter in anatomy.trainable(mixed).items():
+                    parameter.copy_(own[name])
+            client.state["v"] = anatomy.snapshot(mixed)  # under all names that tied weights have
             client.state["alpha"] = alpha
         if client.keeps_optimizer and sgd.buffers:
             client.state.setdefault("momentum", {})["v"] = sgd.buffers

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,6 +9,7 @@ from torch import nn
 from pfed.anatomy import ALL
 from pfed.client import Client
 from pfed.cohort import Cohort
+from pfed.errors import UserError
 from pfed.method import ANY_TASK, Aggregation, Method, Reduction, step
 from pfed.options import option
 from pfed.registry import register
@@ -26,8 +28,9 @@ class L2GD(Method):
     >>> from pfed import Experiment
     >>> result = Experiment("l2gd", clients=4, rounds=2, hyper={"p": 0.5}).run()
 
-    Deviations from the paper: a local step is the run's epochs; the step lengths are given as lr and the mixing μ. As
-    there, models are sent only where an aggregation follows local training; until then the mean is what it was.
+    Deviations from the paper: a local step is the run's epochs, whose momentum survives between rounds unless the run
+    has `keep_optimizer=false`; the step lengths are given as lr and the mixing μ. As there, all start from one model,
+    and models are sent only where an aggregation follows local training; until then the mean is what it was.
     """
 
     p: float = option(0.5, "chance that a round is an aggregation", ge=0, lt=1, tries=(0.2, 0.5))
@@ -41,6 +44,11 @@ class L2GD(Method):
     @property
     def participation(self) -> Literal["sampled", "all"]:
         return "all"
+
+    def check_models(self, models: Sequence[nn.Module]) -> None:
+        super().check_models(models)
+        if len(models) > 1:  # then each client has initial values of its own
+            raise UserError(f"{self.label} starts all clients from one model. Got {len(models)} models.")
 
     def init(self, model: nn.Module) -> State:
         return {"fresh": True}  # all models are the same, and so is their mean
@@ -63,9 +71,11 @@ class L2GD(Method):
         model = client.model()
         client.fit(model)
         client.keep(model, ALL)
+        client.state["starved"] = client.starved
 
     @step
     def send(self, client: Client) -> Payload:
+        client.starved = bool(client.state.get("starved", False))  # who could not train weighs nothing in the mean
         return {"model": client.share(client.model())}
 
     @step

@@ -27,14 +27,15 @@ class PerFedAvg(Method):
 
     A local step takes disjoint batches D, D', D'': w̃ = w − α ∇(w; D) and d = ∇(w̃; D'). First order: w ← w − β d.
     Hessian-free: w ← w − β (d − α h) with h = (∇(w + δd; D'') − ∇(w − δd; D'')) / 2δ. The server takes the simple mean;
-    a client is judged after adapting w to its training data by plain SGD with step α.
+    a client is judged after adapting w to its training data by an epoch of plain SGD with step α.
 
     >>> from pfed import Experiment
     >>> result = Experiment("perfedavg", clients=4, rounds=1, hyper={"variant": "hf"}).run()
 
     Deviations from the paper: β is the run's learning rate unless given (the original 0.001 hardly learns in so few
-    rounds); its steps have no momentum; batches at the end of the epochs that are too few for a step are left out,
-    unless a client has no others, which then uses some of them again.
+    rounds); its steps have no momentum; the adaptation is an epoch, and `adapt=step` one step; batches at the end of
+    the epochs that are too few for a step are left out, unless a client has no others, which then uses some of them
+    again.
     """
 
     variant: Literal["fo", "hf"] = option("fo", "first order, or Hessian-free")

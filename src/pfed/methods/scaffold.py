@@ -38,8 +38,8 @@ class Scaffold(Method):
     tasks = ANY_TASK
 
     def init(self, model: nn.Module) -> State:
-        variates = anatomy.params(model).only(name for name, _ in model.named_parameters())
-        return {"params": anatomy.params(model), "control": variates.zeros()}
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # tied weights have several
+        return {"params": anatomy.params(model), "control": anatomy.params(model).only(names).zeros()}
 
     def download(self, server: State) -> Payload:
         return {"params": server["params"], "control": server["control"]}
