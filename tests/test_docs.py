@@ -9,11 +9,14 @@ import re
 import shlex
 import sys
 import types
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pfed
+from pfed import presets
 from pfed.cli import _parse
 from pfed.registry import methods
 
@@ -74,10 +77,26 @@ def test_links_in_docs_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_every_method_has_a_page() -> None:
-    both = {"partialfed-fix": "partialfed", "partialfed-adaptive": "partialfed"}
-    for method in methods():
-        page = ROOT / "docs" / "methods" / f"{both.get(method, method)}.md"
-        assert f"(methods/{page.name})" in (ROOT / "docs" / "methods.md").read_text()
-        for heading in ("Algorithm", "Hyper-parameters", "What crosses the wire", "Measured"):
-            assert f"\n## {heading}\n" in page.read_text(), page.name
+def page_of(method: str) -> Path:
+    name = "partialfed" if method.startswith("partialfed-") else method
+    return ROOT / "docs" / "methods" / f"{name}.md"
+
+
+@pytest.mark.parametrize("method", list(methods()))
+def test_every_method_has_a_page(method: str) -> None:
+    page = page_of(method)
+    assert f"(methods/{page.name})" in (ROOT / "docs" / "methods.md").read_text()
+    for heading in ("Algorithm", "Hyper-parameters", "What crosses the wire", "Measured"):
+        assert f"\n## {heading}\n" in page.read_text()
+
+
+def _settings(own: Mapping[str, Mapping[str, Any]]) -> str:
+    values = {**own.get("local", {}), **own.get("hyper", {})}
+    return ", ".join(f"`{key}={str(v).lower() if isinstance(v, bool) else v}`" for key, v in values.items())
+
+
+@pytest.mark.parametrize("preset", presets.others())
+def test_pages_have_the_settings_of_every_preset(preset: str) -> None:
+    for method, own in presets.load(preset).methods.items():
+        which = f"`{preset}`, {method}" if method.startswith("partialfed-") else f"`{preset}`"
+        assert f"| {which} | {_settings(own)} |" in page_of(method).read_text(), method
