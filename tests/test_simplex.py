@@ -1,15 +1,21 @@
-"""The best convex combination of logits: its certificate, its symmetries, and inputs on which a solver could trip."""
+"""The best convex combination of logits: its certificate, its symmetries, and inputs on which a solver could trip.
+
+And the quadratic programme on the simplex by which heads are combined.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from pfed import simplex
-from pfed.simplex import CrossEntropy, least, uniform, weigh
+from pfed.simplex import CrossEntropy, least, quadratic, uniform, weigh
 
 
 def instance(
@@ -263,6 +269,40 @@ def test_rules() -> None:
         found = weigh(z, y, rule)
         assert found.loss == pytest.approx(cross_entropy(found.gamma, z, y))
         assert weigh(z, y).loss <= found.loss <= weigh(z, y).loss + found.gap + 1e-12
+
+
+SHAPES: list[tuple[str, Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]]] = [
+    ("ordinary", lambda r: (r.normal(size=(20, 30)), r.uniform(0.01, 2, 20))),
+    ("few dimensions", lambda r: (r.normal(size=(20, 2)) * np.exp(r.normal(size=(20, 1))), r.uniform(0, 1e-5, 20))),
+    ("no variance", lambda r: (r.normal(size=(20, 30)), np.zeros(20))),
+    ("copies", lambda r: (np.repeat(r.normal(size=(4, 30)), 5, 0), np.full(20, 1e-3))),
+    ("all the same", lambda r: (np.ones((20, 30)), np.zeros(20))),
+    ("variances of all sizes", lambda r: (r.normal(size=(20, 30)), 10 ** r.uniform(-12, 2, 20))),
+    ("huge", lambda r: (1e15 * r.normal(size=(20, 30)), r.uniform(0.01, 2, 20))),
+    ("tiny", lambda r: (1e-15 * r.normal(size=(20, 30)), 1e-30 * r.uniform(0.01, 2, 20))),
+    ("alone", lambda r: (r.normal(size=(1, 30)), np.ones(1))),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape[0])
+def test_a_quadratic_programme_is_solved_to_rounding(shape: Any) -> None:
+    """The duality gap certifies it, also where the matrix is singular or its sizes differ; no corner is better."""
+    for seed in range(5):
+        means, variance = map(torch.from_numpy, shape[1](np.random.default_rng(seed)))
+        for i in {0, len(means) - 1}:
+            q = torch.diag(variance) + (means[i] - means) @ (means[i] - means).T
+            alpha = quadratic(q)
+            assert alpha.min() >= 0
+            assert float(alpha.sum()) == pytest.approx(1, abs=1e-12)
+            gradient = 2 * q @ alpha
+            assert float(alpha @ gradient - gradient.min()) <= 1e-11 * float(q.diagonal().max())
+            assert float(alpha @ q @ alpha) <= float(q.diagonal().min() + 1e-11 * q.diagonal().max())
+
+
+def test_equal_corners_of_a_quadratic_programme_share_alike() -> None:
+    """Where nothing distinguishes them, also where the matrix is zero."""
+    for value in (0.0, 1e-20, 1.0):
+        assert quadratic(torch.full((4, 4), value)).tolist() == pytest.approx([0.25] * 4)
 
 
 def test_bad_input() -> None:

@@ -215,6 +215,7 @@ class Client:
         epochs: int | None = None,
         steps: int | None = None,
         only: Part = ALL,
+        lr: float = 0.0,
         opt: Optimizer | None = None,
         extra: Sequence[Optimizer] = (),
         grad: Callable[[Batch], None] | None = None,
@@ -226,13 +227,14 @@ class Client:
     ) -> Fit:
         """Local SGD on a part of a model.
 
-        `loss(model, batch)` is the task's unless given. `opt` is an optimiser that the method keeps itself, `extra` are
-        more of them for further tensors, `grad(batch)` may change gradients before each step, `each_epoch(model)` runs
-        after every epoch under the same optimiser. Modules whose tensors are all frozen are in eval mode unless
-        `frozen="train"`; `thaw` trains also what is fixed in the run. Where momentum is kept between rounds, it is kept
-        under `memory`, or the stream's name.
+        `loss(model, batch)` is the task's unless given. `lr` is a learning rate of the method's own, under the run's
+        schedule. `opt` is an optimiser that the method keeps itself, `extra` are more of them for further tensors,
+        `grad(batch)` may change gradients before each step, `each_epoch(model)` runs after every epoch under the same
+        optimiser. Modules whose tensors are all frozen are in eval mode unless `frozen="train"`; `thaw` trains also
+        what is fixed in the run. Where momentum is kept between rounds, it is kept under `memory`, or the stream's
+        name.
         """
-        plain = loss is None and opt is None and not extra and grad is None and each_epoch is None
+        plain = loss is None and not lr and opt is None and not extra and grad is None and each_epoch is None
         loss = loss or self.loss
         epochs = self.local.epochs if epochs is None and steps is None else epochs
         names = only.names(model) - (frozenset() if thaw else anatomy.marks(model).fixed)
@@ -245,7 +247,7 @@ class Client:
             done = self.companion.fit(self, model, names, epochs, steps, stream, memory)
             if done is not None:
                 return self._fitted(model, done)
-        sgd = self.sgd(anatomy.trainable(model, anatomy.of(names)), memory)
+        sgd = self.sgd(anatomy.trainable(model, anatomy.of(names)), memory, lr)
         optimizers = [opt or sgd, *extra]
         drop_single = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
         losses: list[Tensor] = []
@@ -277,11 +279,14 @@ class Client:
         self.fitted = model
         return done
 
-    def sgd(self, params: Mapping[str, Tensor], memory: str = "train") -> SGD:
-        """The run's local optimiser on these parameters, with the momentum of earlier rounds where that is kept."""
+    def sgd(self, params: Mapping[str, Tensor], memory: str = "train", lr: float = 0.0) -> SGD:
+        """The run's local optimiser on these parameters, with the momentum of earlier rounds where that is kept.
+
+        A learning rate other than the run's is under its schedule too.
+        """
         local = self.local
         kept = self.state.get("momentum", {}).get(memory) if self.keeps_optimizer else None
-        return SGD(params, self.lr, local.momentum, local.nesterov, local.weight_decay, kept)
+        return SGD(params, self.rate(lr), local.momentum, local.nesterov, local.weight_decay, kept)
 
     def _phase(self, model: nn.Module, names: frozenset[str], epochs: int | None, steps: int | None) -> Phase | None:
         """What the batches of a phase may look up; None where that would be wrong, or more work than it saves."""

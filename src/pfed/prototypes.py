@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -34,14 +35,19 @@ def class_means(client: Client, model: nn.Module) -> Payload:
 
 
 def merged(before: Tensors | None, replies: Iterable[Payload], by_samples: bool = True) -> Tensors:
-    """The prototypes of all classes: for each the mean over the clients that have it, else what it was before."""
+    """The prototypes of all classes: for each the mean over the clients that have it, else what it was before.
+
+    A class of which a client claims a number of samples that is not above zero and finite is left out.
+    """
     folds: dict[str, Mean] = {}
     for reply in replies:
         means, counts = reply["means"], reply["counts"]
         assert isinstance(means, Tensors)
         assert isinstance(counts, Tensors)
         for label, mean in means.items():
-            folds.setdefault(label, Mean()).add(mean, float(counts[label]) if by_samples else 1.0)
+            count = float(counts[label])
+            if 0 < count < math.inf:
+                folds.setdefault(label, Mean()).add(mean, count if by_samples else 1.0)
     return Tensors({**(before or {}), **{label: fold.value() for label, fold in folds.items()}})  # type: ignore[misc]
 
 

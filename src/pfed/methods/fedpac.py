@@ -13,11 +13,10 @@ from pfed.anatomy import BACKBONE, HEAD, NONE
 from pfed.client import Client, Loss
 from pfed.cohort import Cohort
 from pfed.forward import Batch, features
-from pfed.method import Aggregation, Each, Method, Replies, step
+from pfed.method import Aggregation, Each, Method, Reduction, Replies, step
 from pfed.options import option
 from pfed.prototypes import Prototypes, all_features, class_means, merged
 from pfed.registry import register
-from pfed.sgd import SGD
 from pfed.tensors import Mean, Tensors
 from pfed.wire import Payload, State
 
@@ -46,6 +45,7 @@ class FedPAC(Method):
     combine: bool = option(True, "combine heads; else each client keeps its own")
     agg: Aggregation = "samples"
     needs = frozenset({"replies"})
+    reduces_to = (Reduction({"lam": 0.0, "combine": False, "agg": "uniform"}, "fedrep", {"head_epochs": 1}),)
 
     def init(self, model: nn.Module) -> State:
         return {"body": anatomy.params(model, BACKBONE), "heads": {}, "prototypes": None}
@@ -68,10 +68,7 @@ class FedPAC(Method):
         model = client.model(body, head)
         variance, shares = _statistics(client, model) if self.combine else (0.0, None)
         targets = self._targets(client, model, prototypes)
-        local = client.local
-        rate = client.rate(self.head_lr)
-        opt = SGD(anatomy.trainable(model, HEAD), rate, local.momentum, local.nesterov, local.weight_decay)
-        client.fit(model, epochs=self.head_epochs, only=HEAD, opt=opt, stream="head")
+        client.fit(model, epochs=self.head_epochs, only=HEAD, lr=self.head_lr, stream="head")
         client.fit(model, self._loss(client, targets) if targets else None, only=BACKBONE)
         client.keep(model, NONE if self.combine else HEAD)  # a combined head comes from the server
         sent: Payload = {"body": client.share(model, BACKBONE), **class_means(client, model)}
@@ -129,9 +126,9 @@ def combination(variance: Tensor, means: Tensor, i: int) -> Tensor:
 def _statistics(client: Client, model: nn.Module) -> tuple[float, Tensor]:
     """V and H of the received base: how uncertain and where the client's class means are."""
     z, y = all_features(client, model)
-    counts = client.counts.to(z.dtype)
+    z, counts = z.double(), client.counts.double()
     share = counts / max(client.n, 1)
-    mean = torch.zeros(client.classes, z.shape[1]).index_add_(0, y, z) / counts.clamp(min=1)[:, None]
-    square = torch.zeros(client.classes).index_add_(0, y, (z**2).sum(1)) / counts.clamp(min=1)
+    mean = z.new_zeros(client.classes, z.shape[1]).index_add_(0, y, z) / counts.clamp(min=1)[:, None]
+    square = z.new_zeros(client.classes).index_add_(0, y, (z**2).sum(1)) / counts.clamp(min=1)
     variance = ((share * square).sum() - (share**2 * (mean**2).sum(1)).sum()) / max(client.n, 1)
-    return float(variance), share[:, None] * mean
+    return max(float(variance), 0.0), (share[:, None] * mean).float()  # a difference, which may round to below zero

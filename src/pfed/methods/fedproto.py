@@ -34,7 +34,8 @@ class FedProto(Method):
     >>> result = Experiment("fedproto", model="mlp,cnn-small", clients=4, rounds=2, hyper={"width": 32}).run()
 
     Deviations from the paper: the squared distance is a mean over batch and dimensions, as public codes have it (the
-    printed sum hardly trains at large batches: `reduction=sum`).
+    printed sum hardly trains at large batches: `reduction=sum`); momentum survives between rounds unless the run has
+    `keep_optimizer=false`.
     """
 
     lam: float = option(1.0, "weight of the distance to the prototypes", ge=0, tries=(0.1, 1.0, 10.0))

@@ -17,7 +17,6 @@ from pfed.options import option
 from pfed.pool import Spec
 from pfed.prototypes import all_features
 from pfed.registry import register
-from pfed.sgd import SGD
 from pfed.tensors import Tensors
 from pfed.wire import Payload, State
 
@@ -70,10 +69,7 @@ class SphereFed(Method):
             error: Tensor = (model(batch) - F.one_hot(batch.y, client.classes)) ** 2
             return error.mean() if self.reduction == "mean" else error.sum(1).mean()
 
-        local = client.local
-        rate = client.rate(self.lr or (0.01 * client.classes if self.reduction == "mean" else 0))
-        opt = SGD(anatomy.trainable(model), rate, local.momentum, local.nesterov, local.weight_decay)
-        client.fit(model, loss, opt=opt)
+        client.fit(model, loss, lr=self.lr or (0.01 * client.classes if self.reduction == "mean" else 0.0))
         client.keep(model)
         return {"params": client.share(model)}
 
