@@ -98,10 +98,9 @@ class FedDistill(Method):
                 return own
             target = mean[batch.y]
             each = kl_each(target, out) if self.distance == "kl" else ((out - target) ** 2).mean(1)
-            has = known[batch.y]
-            if has.any():
-                client.log_mean(distillation=each[has].mean())
-            return own + self.lam * (each * has).mean()  # nothing for labels that no other client has
+            far = each * known[batch.y]  # nothing for labels that no other client has
+            client.log_mean(distillation=far.detach().sum() / known[batch.y].sum().clamp(min=1))
+            return own + self.lam * far.mean()
 
         return loss
 
