@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,10 @@ def load(name: str | Path) -> Preset:
 
     path = Path(name) if str(name).endswith(".toml") else FOLDER / f"{name}.toml"
     if path.is_file():
-        return checked(read_toml(path), f"the preset {str(name)!r}")
+        where = f"the preset {str(name)!r}"
+        found = checked(read_toml(path), where)
+        _check_names(found.methods, where)
+        return found
     if str(name).endswith(".toml"):
         raise UserError(f"There is no preset file {str(name)!r}.")
     table = str(name).removesuffix(paper.SMALL)
@@ -86,19 +89,20 @@ def checked(values: dict[str, Any], where: str) -> Preset:
     if not all(isinstance(table, dict) for table in [run, methods, *methods.values()]):
         raise UserError(f"run and methods of {where} must be tables.")
     for method, own in methods.items():
-        _check_name(method, where)
         for key, table in own.items():
             if key not in ("local", "hyper") or not isinstance(table, dict):
                 raise UserError(f"methods.{method} of {where} must have tables local and hyper. Got {key}.")
     return Preset(values.get("about", ""), run, methods)
 
 
-def _check_name(method: str, where: str) -> None:
+def _check_names(given: Iterable[str], where: str) -> None:
     from pfed.registry import SUFFIX, methods
 
-    name = method.removesuffix(SUFFIX)
-    if ".py" not in name and name not in methods():
-        raise unknown(f"method of {where}", method, methods())
+    known = methods()
+    for method in given:
+        name = method.removesuffix(SUFFIX)
+        if ".py" not in name and name not in known:
+            raise unknown(f"method of {where}", method, known)
 
 
 def before(path: Path) -> Preset:
