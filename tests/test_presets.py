@@ -153,3 +153,11 @@ def test_a_preset_file_with_a_mistake(text: str, message: str, tmp_path: Path) -
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         presets.load(path)
+
+
+@pytest.mark.parametrize("name", ["tuned/label-skew", "tuned/feature-skew"])
+def test_methods_of_a_tuned_preset_train_as_much_as_each_other(name: str) -> None:
+    """A search fixes the epochs and the size of batches for all; a method that lost them would compare unfairly."""
+    preset = presets.load(name)
+    trained = {(o.epochs, o.batch_size) for o in (Experiment(m, **preset.of(m)).options.local for m in preset.methods)}
+    assert len(trained) == 1
