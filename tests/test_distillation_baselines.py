@@ -191,6 +191,38 @@ def public(data: Federation, *inputs: float) -> Federation:
     return dataclasses.replace(data, public=Samples.of(x, (x[:, 0] > 0).long()))
 
 
+P = (1.0, -0.5, 2.0)  # public images
+
+
+@pytest.mark.parametrize("distance", ["mae", "mse"])
+def test_two_rounds_of_fedmd(distance: str) -> None:
+    """Before them a step on the public images, labelled 1, 0, 1, and one on the own data.
+
+    A round has a step towards the mean c of both clients' logits f on the public images, and one on the own data. The
+    distance is a mean over images and two classes, so that its slope for f is f - c under mse and sign(f - c)/2 under
+    mae, mean over images.
+    """
+
+    def stepped(w: Weights, slopes: Sequence[Sequence[float]]) -> Weights:
+        return combine((1, w), *((-1 / len(P), backward(w, x, s)) for x, s in zip(P, slopes, strict=True)))
+
+    own = []
+    for k in (0, 1):
+        shares = [softmax(logits(START, x)) for x in P]
+        errors = [[p - (label == (x > 0)) for label, p in enumerate(row)] for x, row in zip(P, shares, strict=True)]
+        own.append(descend(stepped(START, errors), k))
+    for _ in (1, 2):
+        told = [[logits(w, x) for x in P] for w in own]
+        for k in (0, 1):
+            far = [[(f - g) / 2 for f, g in zip(*pair, strict=True)] for pair in zip(told[k], told[1 - k], strict=True)]
+            slopes = far if distance == "mse" else [[math.copysign(0.5, value) for value in row] for row in far]
+            own[k] = descend(stepped(own[k], slopes), k)
+    data = public(federation(([[1.0]], [0]), ([[2.0]] * 3, [1] * 3)), *P)
+    hyper = {**QUIET, "distance": distance}
+    done = run("fedmd", data, TwoLayers, rounds=2, hyper=hyper, local={"lr": 1.0, "batch_size": 8})
+    assert [values(done.personal[k]) for k in (0, 1)] == [near(*w) for w in own]
+
+
 @pytest.mark.parametrize("distance", ["mae", "mse"])
 def test_one_client_of_fedmd_agrees_with_itself(distance: str) -> None:
     """Its consensus is what it says itself, so the digest finds a loss of 0 and changes no bit.
@@ -252,9 +284,6 @@ def test_a_client_of_fedmd_that_can_not_train_counts_in_every_round(agg: str, mo
 
 def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
-
-
-P = (1.0, -0.5, 2.0)  # public images
 
 
 def test_feddf_by_hand() -> None:

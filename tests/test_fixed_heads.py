@@ -16,7 +16,7 @@ from helpers import Run, assert_same, blobs, federation, mlp, run
 from test_method_arithmetic import LN3, TwoLayers, near
 from torch import Tensor, nn
 
-from pfed import Experiment, anatomy
+from pfed import Experiment, Federation, anatomy
 from pfed.client import Client
 from pfed.losses import balanced
 
@@ -82,6 +82,78 @@ def test_fedrod_without_balance_is_fedavg_beside_its_personal_heads() -> None:
     for name, theirs in pairs:
         assert torch.equal(plain.server["params"][name], other[theirs])
         assert not torch.allclose(balancing.server["params"][name], other[theirs], atol=1e-2)
+
+
+class Plane(nn.Module):
+    """z = v x in the plane, from v = (3, 4), under a head for two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(1, 2, bias=False), nn.Linear(2, 2)
+        with torch.no_grad():
+            self.body.weight.copy_(torch.tensor([[3.0], [4.0]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def drawn(method: str, data: Federation) -> dict[str, Tensor]:
+    """The model that all start from, its fixed classifier too, in double precision."""
+    template = Experiment(method, data, Plane)._pool().template(0)
+    return {name: tensor.double() for name, tensor in template.state_dict().items()}
+
+
+def test_two_rounds_of_spherefed() -> None:
+    """With u = v/|v| and orthonormal rows W_y, of which u has the scores s, the loss is the mean of (s - onehot(y))².
+
+    Its slope for u is Wᵀ(s - onehot(y)) = u - W_y; across u, through the norm, that is -(W_y - s_y u)/|z| for z = v x,
+    and for v the same with x/|z| = 1/|v|, whatever x > 0 is. So a client moves v by lr (W_y - s_y u)/|v|.
+    """
+    data = federation(([[1.0]], [0]), ([[2.0]] * 3, [1] * 3))
+    w = drawn("spherefed", data)["head.weight"]
+    v = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    for _ in (1, 2):
+        u = v / v.norm()
+        own = [v + 8 * (w[y] - (w[y] @ u) * u) / v.norm() for y in (0, 1)]
+        v = own[0] / 4 + 3 * own[1] / 4
+    done = run("spherefed", data, Plane, rounds=2, hyper={"lr": 8.0}, local={"batch_size": 8})
+    assert done.server["params"].keys() == {"body.weight"}
+    assert weights(done, "body.weight") == near(*v.tolist())
+
+
+def test_two_rounds_of_fedetf() -> None:
+    """Two prototypes are m and -m. With p = A z + a, u = p/|p|, c = ⟨m, u⟩, the logits are (s c, -s c) + log n.
+
+    With e = softmax - onehot(y), e_1 = -e_0: the slope is 2 e_0 c for s and 2 s e_0 (m - c u)/|p| for p, hence that
+    times zᵀ for A, itself for a, and x Aᵀ times it for v. Client 0 has x = 1, three times class 0 and once class 1;
+    client 1 has x = 2, once each; by samples they count 2/3 and 1/3.
+    """
+    data = federation(([[1.0]] * 4, [0, 0, 0, 1]), ([[2.0]] * 2, [0, 1]))
+    start = drawn("fedetf", data)
+    m = start.pop("head.classifier.weight")[0]
+    at = start
+    for _ in (1, 2):
+        own = []
+        for x, counts in ((1.0, (3, 1)), (2.0, (1, 1))):
+            v, matrix = at["body.weight"], at["head.projection.weight"]
+            bias, s = at["head.projection.bias"], at["head.classifier.scale"]
+            z = v[:, 0] * x
+            p = matrix @ z + bias
+            u = p / p.norm()
+            c = m @ u
+            likely = torch.sigmoid(2 * s * c + math.log(counts[0] / counts[1]))
+            e = likely - counts[0] / sum(counts)  # the mean over the client's samples, which have the same logits
+            slope = 2 * s * e * (m - c * u) / p.norm()
+            slopes = (x * (matrix.T @ slope)[:, None], torch.outer(slope, z), slope, 2 * e * c)
+            names = ("body.weight", "head.projection.weight", "head.projection.bias", "head.classifier.scale")
+            own.append({name: at[name] - 0.7 * g for name, g in zip(names, slopes, strict=True)})
+        at = {name: 2 * own[0][name] / 3 + own[1][name] / 3 for name in start}
+    done = run("fedetf", data, Plane, rounds=2, hyper={"alternations": 0}, local={"lr": 0.7, "batch_size": 8})
+    assert done.server["params"].keys() == at.keys()
+    for name, tensor in at.items():
+        assert (tensor - start[name]).abs().max() > 1e-3
+        assert weights(done, name) == near(*tensor.flatten().tolist())
 
 
 @pytest.mark.parametrize("method", ["spherefed", "fedetf"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Residual, assert_same, blobs, federation, run
-from test_method_arithmetic import START, TwoLayers, Weights, combine, mean, near, values
+from test_method_arithmetic import START, TwoLayers, Weights, combine, descend, go, gradient, mean, near, values
 from torch import Tensor, nn
 
 from pfed import Experiment, UserError, anatomy
@@ -83,6 +83,23 @@ def test_pfedme_over_batches_epochs_and_rounds() -> None:
         w = combine((1 - BETA, w), (BETA, mean(ends[0][1], ends[1][1], share=0.5)))
     assert [values(done.personal[k]) for k in (0, 1)] == [near(*theta) for theta, _ in ends]
     assert values(done.server["params"]) == near(*w)
+
+
+def test_two_rounds_of_fedbabu_and_its_tuning() -> None:
+    """Under the head that was drawn b goes b - g_b(b, h) at each client, by samples 1/4 and 3/4 of both, twice.
+
+    Then each client makes one step of its own on all weights.
+    """
+    clients = federation(([[1.0]], [0]), ([[2.0]] * 3, [1] * 3))
+    b, *h = values(anatomy.snapshot(Experiment("fedbabu", clients, TwoLayers)._pool().template(0)))
+    assert h != near(*START[1:])
+    for _ in (1, 2):
+        first, second = (b - gradient((b, h[0], h[1]), k)[0] for k in (0, 1))
+        assert first != pytest.approx(second, abs=1e-2)
+        b = first / 4 + 3 * second / 4
+    done = go("fedbabu", 2, {"ft_epochs": 1})
+    assert values(done.server["body"]) == near(b)
+    assert [values(done.personal[k]) for k in (0, 1)] == [near(*descend((b, h[0], h[1]), k)) for k in (0, 1)]
 
 
 @pytest.mark.parametrize("scope", ["all", "head", "body"])
