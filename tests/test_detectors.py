@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch.func import functional_call
 
 from pfed import anatomy, compat, groups, pool
 from pfed.anatomy import HEAD, NORM, SE
+from pfed.data.fetch import File
 from pfed.errors import UserError
 from pfed.loading import loaded
+from pfed.models import weights
 from pfed.models.detectors import MOST, Detector, build_detector
 
 SHAPE = (3, 64, 64)
@@ -339,3 +343,68 @@ def test_other_bodies_and_channels() -> None:
     model = build_detector("fasterrcnn:mobilenetv3_small_050", 1, (1, 32, 64)).eval()
     with torch.no_grad():
         assert model(torch.rand(1, 1, 32, 64)).shape == (1, MOST, 6)
+
+
+def publish(state: dict[str, Tensor], folder: Path, patch: pytest.MonkeyPatch, lookup: str) -> None:
+    """Let `state` be the file of weights that is found for every name."""
+    (folder / "weights").mkdir(exist_ok=True)
+    torch.save(state, folder / "weights" / "made.pth")
+    digest = hashlib.sha256((folder / "weights" / "made.pth").read_bytes()).hexdigest()
+    patch.setenv("PFED_DATA", str(folder))
+    patch.setattr(weights, lookup, lambda name: (File("made.pth", f"sha256:{digest}"), "http://127.0.0.1:9/"))
+
+
+def test_torchvisions_weights_make_timms_body_see_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The maps of the four strides, of weights that are not those of a new model, statistics included."""
+    compat.ensure()
+    import torchvision
+
+    torch.manual_seed(1)
+    published = torchvision.models.mobilenet_v2()
+    for buffer in published.buffers():
+        buffer.copy_(torch.rand_like(buffer.float()) + 0.5)
+    publish(published.state_dict(), tmp_path, monkeypatch, "_file")
+    model = build_detector("fcos:mobilenetv2-small", 2, SHAPE, pretrained=True).eval()
+    x = torch.rand(2, *SHAPE)
+    with torch.no_grad():
+        maps = model.backbone.body(x)  # type: ignore[union-attr,operator]
+        wanted = [published.features[:end].eval()(x) for end in (4, 7, 14, 18)]
+    for one, other in zip(maps, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_timms_weights_are_given_to_the_body_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import timm
+
+    torch.manual_seed(1)
+    published = timm.create_model("seresnet18", num_classes=1000).state_dict()
+    publish(published, tmp_path, monkeypatch, "_file_of_timm")
+    fresh = new("fcos:seresnet18", seed=2).state_dict()
+    torch.manual_seed(2)
+    found = build_detector("fcos:seresnet18", 2, SHAPE, pretrained=True).state_dict()
+    for name, tensor in found.items():
+        own = name.removeprefix("backbone.body.")
+        assert torch.equal(tensor, published[own] if own != name else fresh[name]), name
+    publish({"conv1.weight": published["conv1.weight"]}, tmp_path, monkeypatch, "_file_of_timm")
+    with pytest.raises(UserError, match=r"weights of seresnet18 do not fit the body of a detector"):
+        build_detector("fcos:seresnet18", 2, SHAPE, pretrained=True)
+
+
+def test_timms_files_are_named_by_their_checksums() -> None:
+    compat.ensure()
+    file, address = weights._file_of_timm("seresnet50")
+    assert (file.name, file.digest) == ("seresnet50_a1_0-ffa00869.pth", "sha256:ffa00869")
+    assert address.startswith("https://")
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "message"),
+    [
+        ("fcos:seresnet18-small", 3, r"no ImageNet weights for the narrow body of 'fcos:seresnet18-small'"),
+        ("fcos:seresnet18", 3, r"There is no file of ImageNet weights with a checksum for timm's seresnet18\."),
+        ("fcos:seresnet50", 1, r"ImageNet weights are for images of 3 channels\. Got 1\."),
+    ],
+)
+def test_bodies_without_weights(name: str, channels: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_detector(name, 2, (channels, 64, 64), pretrained=True)

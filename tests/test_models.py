@@ -186,5 +186,5 @@ def test_the_published_file_is_named_by_its_checksum() -> None:
     file, address = weights._file("mobilenet_v2")
     assert (file.name, file.digest) == ("mobilenet_v2-b0353104.pth", "sha256:b0353104")
     assert address.startswith("https://")
-    with pytest.raises(UserError, match=r"for torchvision:NAME models only\. Got model 'lenet5'"):
+    with pytest.raises(UserError, match=r"for torchvision:NAME models and detectors only\. Got 'lenet5'"):
         models.build("lenet5", classes=7, shape=(3, 32, 32), pretrained=True)

@@ -84,7 +84,9 @@ class RunOptions(SplitOptions):
 
     data: str = option("digits", "a data set by name, or a folder or CSV file of your own")
     model: str = option("auto", "a model by name; several, separated by commas, are dealt to the clients in turn")
-    pretrained: bool = option(False, "start from ImageNet weights (models torchvision:NAME)")
+    pretrained: bool = option(
+        False, "start from ImageNet weights (models torchvision:NAME, and the bodies of detectors)"
+    )
     head: str | None = option(None, "the module that is the model's head, where structure does not tell")
     task: Literal["classification", "detection"] = option("classification", "what is learned")
     rounds: int = option(20, "communication rounds", ge=0)

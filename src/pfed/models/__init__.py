@@ -32,6 +32,7 @@ _PLAIN = (
 PROJECTED = "+projector"  # NAME+projector: DualFed's projector between the model NAME and its head
 _RESNETS = (*(f"resnet{depth}" for depth in (8, 14, 20, 32, 44, 56, 110)), "resnet8x4", "resnet32x4")
 _LARGE_RESNETS = ("resnet18", "resnet34", "resnet50")
+_DETECTORS = ("fcos", "fasterrcnn")
 
 
 def names() -> list[str]:
@@ -42,14 +43,14 @@ def names() -> list[str]:
 def build(name: str, *, classes: int, shape: tuple[int, ...], pretrained: bool = False) -> nn.Module:
     """A new model for inputs of this shape (without the batch) and this many classes.
 
-    `pretrained` gives all but the head the weights that torchvision publishes for ImageNet.
+    `pretrained` gives a model of torchvision's all but its head, and a detector its body, weights trained on ImageNet.
     """
     from pfed.models import plain, resnet, zoo  # here, so that a list of names costs no import of torch
 
     if classes < 1:
         raise UserError(f"A model must have at least 1 class. Got {classes}.")
-    if pretrained and not name.startswith("torchvision:"):
-        raise UserError(f"ImageNet weights are there for torchvision:NAME models only. Got model {name!r}.")
+    if pretrained and not name.startswith(("torchvision:", *(f"{kind}:" for kind in _DETECTORS))):
+        raise UserError(f"ImageNet weights are there for torchvision:NAME models and detectors only. Got {name!r}.")
     if name.endswith(PROJECTED):
         from pfed.models.projected import projected
 
@@ -64,16 +65,16 @@ def build(name: str, *, classes: int, shape: tuple[int, ...], pretrained: bool =
     library, _, inner = name.partition(":")
     if library == "timm" and inner:
         return zoo.from_timm(inner, classes, shape)
-    if library in ("fcos", "fasterrcnn") and inner:
+    if library in _DETECTORS and inner:
         from pfed.models.detectors import build_detector
 
-        return build_detector(name, classes, shape)
+        return build_detector(name, classes, shape, pretrained)
     if library == "torchvision" and inner:
         return zoo.from_torchvision(inner, classes, shape, pretrained)
     raise unknown(
         "model",
         name,
-        [*names(), "timm:NAME", "torchvision:NAME", "NAME+projector", "fcos:BACKBONE", "fasterrcnn:BACKBONE"],
+        [*names(), "timm:NAME", "torchvision:NAME", "NAME+projector", *(f"{kind}:BACKBONE" for kind in _DETECTORS)],
     )
 
 

@@ -27,12 +27,14 @@ from pfed import anatomy
 from pfed.compat import ensure
 from pfed.errors import UserError, unknown
 from pfed.models.shapes import image
+from pfed.models.weights import load_body
 
 MOST = 100  # detections in an image
 LEAST = 0.05  # score of a detection
 CANDIDATES = 300  # of each level of the pyramid before overlapping ones are dropped; comparing more takes long on a CPU
 STRIDES = (4, 8, 16, 32)  # of the four stages of a body
-SMALL = {"seresnet18-small": ("seresnet18", (16, 32, 64, 128))}  # for CPUs: timm's model, channels of its stages
+# For CPUs: timm's model, channels of its stages where they are fewer than timm's. What stands behind it is narrow too.
+SMALL = {"seresnet18-small": ("seresnet18", (16, 32, 64, 128)), "mobilenetv2-small": ("mobilenetv2_100", None)}
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,11 @@ class _AsTheyAre(nn.Module):
         return result
 
 
-def build_detector(name: str, classes: int, shape: tuple[int, ...]) -> Detector:
+def build_detector(name: str, classes: int, shape: tuple[int, ...], pretrained: bool = False) -> Detector:
     """A new detector: `fcos:BACKBONE` or `fasterrcnn:BACKBONE`.
 
-    BACKBONE is a model of timm's with stages at strides 4, 8, 16 and 32, such as seresnet50, or seresnet18-small.
-    Initial values come from torch's global generator.
+    BACKBONE is a model of timm's with stages at strides 4, 8, 16 and 32, such as seresnet50, or one of SMALL.
+    Initial values come from torch's global generator; `pretrained` gives the body weights trained on ImageNet.
     """
     detector, _, inner = name.partition(":")
     if detector not in KINDS or not inner:
@@ -150,7 +152,8 @@ def build_detector(name: str, classes: int, shape: tuple[int, ...]) -> Detector:
         raise UserError(f"A detector must have at least 1 class. Got {classes}.")
     channels, height, width = image(name, shape, least=STRIDES[-1])
     kind, size = KINDS[detector], _Size(64, 256, 128) if inner in SMALL else _Size()
-    net = kind.make(_backbone(name, inner, channels, kind, size), classes, max(height, width), size)
+    body = _body(name, inner, channels, pretrained)
+    net = kind.make(_backbone(body, kind, size), classes, max(height, width), size)
     net.transform = _AsTheyAre()
     model = Detector(net, kind.first)
     anatomy.set_head(model, kind.head)
@@ -158,19 +161,18 @@ def build_detector(name: str, classes: int, shape: tuple[int, ...]) -> Detector:
     return model
 
 
-def _backbone(name: str, inner: str, channels: int, kind: _Kind, size: _Size) -> nn.Module:
-    ensure()
+def _backbone(body: Any, kind: _Kind, size: _Size) -> nn.Module:
     from torchvision.ops import feature_pyramid_network as pyramid
 
-    body = _body(name, inner, channels)
     maps = body.feature_info.channels()[-kind.levels :]
     wide = size.pyramid
     more = pyramid.LastLevelMaxPool() if kind.levels == len(STRIDES) else pyramid.LastLevelP6P7(wide, wide)
     return _Backbone(body, pyramid.FeaturePyramidNetwork(maps, wide, more), kind.levels, wide)
 
 
-def _body(name: str, inner: str, channels: int) -> Any:
+def _body(name: str, inner: str, channels: int, pretrained: bool) -> Any:
     """timm's model without its head, giving the maps of its last four stages."""
+    ensure()
     import timm
 
     library, widths = SMALL.get(inner, (inner, None))
@@ -187,7 +189,17 @@ def _body(name: str, inner: str, channels: int) -> Any:
     strides = tuple(body.feature_info.reduction())
     if strides != STRIDES:
         raise UserError(f"{wrong} Got {inner!r} with {', '.join(map(str, strides))}.")
+    if pretrained:
+        _check_fits_imagenet(name, widths, channels)
+        load_body(body, library)
     return body
+
+
+def _check_fits_imagenet(name: str, widths: tuple[int, ...] | None, channels: int) -> None:
+    if widths is not None:
+        raise UserError(f"There are no ImageNet weights for the narrow body of {name!r}: pretrained must be false.")
+    if channels != 3:
+        raise UserError(f"ImageNet weights are for images of 3 channels. Got {channels}.")
 
 
 def _fcos(backbone: nn.Module, classes: int, side: int, size: _Size) -> nn.Module:
