@@ -17,7 +17,7 @@ from torch import nn
 from pfed import Experiment, Federation, UserError, cli, compare, pictures, registry, report
 from pfed.anatomy import SE, marks
 from pfed.config import SplitOptions
-from pfed.data import sources
+from pfed.data import show, sources
 from pfed.data.boxes import Scenes, to_dataset
 from pfed.data.federate import federate
 from pfed.data.scenes import composite
@@ -212,3 +212,12 @@ def test_a_run_leaves_pictures_and_the_report_shows_them(scenes: Federation, tmp
     assert page.count("data:image/png;base64") == 2
     assert "AP50 over rounds and bytes" in page
     assert "local, sketch: green what is there" in page
+    assert "Training boxes of each client by class." in page
+
+
+def test_boxes_are_counted_as_boxes(scenes: Federation) -> None:
+    lines = show.text(scenes).splitlines()
+    boxes = sum(int((client.train.take()[1][..., 0] >= 0).sum()) for client in scenes.clients)
+    assert f"{boxes} training boxes, 2 clients" in lines[0]
+    assert any(line.startswith("boxes:  · none") for line in lines)
+    assert "samples" not in "".join(lines)

@@ -95,6 +95,14 @@ def test_no_interval_where_the_reported_round_is_not_the_last() -> None:
     assert "bootstrap" not in page.text
 
 
+def test_no_interval_of_average_precision() -> None:
+    """Which is no mean over images, though it is known of each whether all in it was found."""
+    bits = {0: [1, 0] * 10}
+    ours, alone = (run(name, [(0.5,)], names=["a"], bits=bits, task="detection") for name in ("fedavg", "local"))
+    assert not found(ours, alone).intervals
+    assert "No intervals: AP50 is no mean over test images." in tell(ours, alone).text
+
+
 def test_no_interval_without_samples_or_with_others() -> None:
     bits = [1, 0] * 10
     assert "not known which" in found(run("fedavg"), run("local")).why

@@ -243,7 +243,7 @@ def test_a_bin_holds_gains_or_losses_and_nobody_is_lost():
 def test_a_federation_of_very_many_cells_is_cut(monkeypatch):
     monkeypatch.setattr(charts, "CELLS", 30)
     clients = [{"name": str(k), "counts": [1] * 7 + [0] * 9} for k in range(50)]
-    assert charts.shown(clients) == len(charts.data(clients, [str(c) for c in range(16)]).rows) == 5
+    assert charts.shown(clients) == len(charts.data(clients, [str(c) for c in range(16)], "samples").rows) == 5
 
 
 def test_impossible_reports_are_one_sentence(tmp_path):

@@ -103,7 +103,7 @@ def test_pictures_are_written_by_suffix(tmp_path):
 
 def test_clients_of_one_name_keep_a_row_each():
     assert show.distinct(["Oslo", "Rome", "Oslo", "Oslo"]) == ["Oslo", "Rome", "Oslo (2)", "Oslo (3)"]
-    told = show.heat_map(["Oslo", "Oslo"], ["a", "b"], [[1, 2], [3, 4]]).to_dict()
+    told = show.heat_map(["Oslo", "Oslo"], ["a", "b"], [[1, 2], [3, 4]], "boxes").to_dict()
     assert told["hconcat"][0]["encoding"]["y"]["scale"]["domain"] == ["Oslo", "Oslo (2)"]
 
 

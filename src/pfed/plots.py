@@ -72,5 +72,5 @@ def _data(shown: Sequence[Result]) -> alt.HConcatChart:
     if first is None or not any(sum(row["counts"]) for row in first.clients):
         raise UserError("There are no data to plot: the run counted no samples by class.")
     classes = first.classes or [str(i) for i in range(len(first.clients[0]["counts"]))]
-    drawn: alt.HConcatChart = charts.data(first.clients, classes).draw()
+    drawn: alt.HConcatChart = charts.data(first.clients, classes, first.counted).draw()
     return drawn

@@ -76,6 +76,11 @@ class Result:
         return SCORES[self.config.get("task", "classification")]
 
     @property
+    def counted(self) -> str:
+        """What `counts` of the clients count."""
+        return "boxes" if self.config.get("task") == "detection" else "samples"
+
+    @property
     def logs(self) -> list[tuple[int, int, str, float]]:
         """What the method logged: (round, client or -1 for the server, name, value). Of a kept run, read when asked."""
         return self._read_logs()

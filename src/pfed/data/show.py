@@ -1,4 +1,4 @@
-"""Pictures of a federation: who holds how many samples of which class, for the terminal and as an image."""
+"""Pictures of a federation: who holds how many samples, or boxes, of which class, for the terminal and as an image."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def text(federation: Federation) -> str:
     key, ruler, width = _columns(federation.classes, merged)
     gap = " " * (width > 1)
     left = max(map(len, [*names, "client"]))
-    lines = [*textwrap.wrap(headline(federation.source, counts), 100), _legend(most), *key, ""]
-    lines.append(f"{'client':<{left}}  {ruler}  samples")
+    unit = _unit(federation)
+    lines = [*textwrap.wrap(headline(federation.source, counts, unit), 100), _legend(most, unit), *key, ""]
+    lines.append(f"{'client':<{left}}  {ruler}  {unit:>7}")
     for name, row in zip(names, cells, strict=True):
         shades = gap.join((SHADES[bisect_left(steps, count)] if count else "·") * width for count in row)
         lines.append(f"{name:<{left}}  {shades}  {sum(row):>7,}")
@@ -54,8 +55,9 @@ def save(federation: Federation, path: Path | str) -> Path:
     if kind not in (".png", ".svg"):
         raise UserError(f"The picture's file must end in .png or .svg. Got {path.name!r}.")
     counts = _counts(federation)
-    drawn = heat_map([client.name for client in federation.clients], federation.classes, counts)
-    title = textwrap.wrap(headline(federation.source, counts), 70)
+    unit = _unit(federation)
+    drawn = heat_map([client.name for client in federation.clients], federation.classes, counts, unit)
+    title = textwrap.wrap(headline(federation.source, counts, unit), 70)
     drawn = drawn.properties(title=title).configure_title(anchor="start", fontSize=11, fontWeight="normal", offset=12)
     try:
         drawn.configure_view(stroke=None).save(path, format="png" if kind == ".png" else "svg", scale_factor=2)
@@ -64,17 +66,17 @@ def save(federation: Federation, path: Path | str) -> Path:
     return path
 
 
-def headline(source: str, counts: Counts) -> str:
-    """Samples, clients, classes and how uneven the clients are, in one line."""
+def headline(source: str, counts: Counts, unit: str) -> str:
+    """Samples or boxes, clients, classes and how uneven the clients are, in one line."""
     label, size = skew(counts)
     samples, clients, classes = sum(map(sum, counts)), len(counts), len(counts[0])
-    shape = f"{samples:,} training samples, {clients:,} clients, {classes:,} classes"
+    shape = f"{samples:,} training {unit}, {clients:,} clients, {classes:,} classes"
     uneven = f"label skew {label:.2f} (0: all alike), size variation {size:.2f} (std / mean)"
     return f"{printable(source)}: {shape}; {uneven}"
 
 
-def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts) -> alt.HConcatChart:
-    """Classes across, clients down, the samples of each cell as opacity of one hue; sizes as bars beside.
+def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts, unit: str) -> alt.HConcatChart:
+    """Classes across, clients down, the samples or boxes of each cell as opacity of one hue; sizes as bars beside.
 
     Opacity rather than a colour scale, since it reads on a white page and on a black one.
     """
@@ -90,16 +92,16 @@ def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts) -> al
     y = alt.Y("client:N").sort(rows).scale(domain=rows)
     x = alt.X("class:N").sort(columns).scale(domain=columns).axis(**x_axis)
     cells = [
-        {"client": row, "class": column, "samples": count}
+        {"client": row, "class": column, unit: count}
         for row, line in zip(rows, counts, strict=True)
         for column, count in zip(columns, line, strict=True)
         if count  # most cells of skewed data are empty, and an empty cell needs no mark
     ]
     legend: dict[str, Any] = {"symbolType": "square", "symbolFillColor": HUE, "symbolStrokeWidth": 0, "format": "~s"}
-    opacity = alt.Opacity("samples:Q").scale(type="sqrt", domainMin=0, range=[0, 1]).legend(tickCount=4, **legend)
+    opacity = alt.Opacity(f"{unit}:Q").scale(type="sqrt", domainMin=0, range=[0, 1]).legend(tickCount=4, **legend)
     map_ = chart(cells).mark_rect(color=HUE, tooltip=True).encode(x=x, y=y.axis(**y_axis), opacity=opacity)
-    sizes = [{"client": row, "samples": sum(line)} for row, line in zip(rows, counts, strict=True)]
-    total = alt.X("samples:Q").axis(tickCount=2, format="~s", grid=False)
+    sizes = [{"client": row, unit: sum(line)} for row, line in zip(rows, counts, strict=True)]
+    total = alt.X(f"{unit}:Q").axis(tickCount=2, format="~s", grid=False)
     bars = chart(sizes).mark_bar(color="#888888").encode(x=total, y=y.axis(None))
     size: dict[str, Any] = {"height": height * len(rows)}
     return alt.hconcat(map_.properties(width=width * len(columns), **size), bars.properties(width=50, **size))
@@ -133,6 +135,11 @@ def distinct(names: Sequence[str]) -> list[str]:
     return out
 
 
+def _unit(federation: Federation) -> str:
+    """What is counted."""
+    return "samples" if federation.clients[0].train.boxes is None else "boxes"
+
+
 def _counts(federation: Federation) -> list[list[int]]:
     return [class_counts(federation, client) for client in federation.clients]
 
@@ -146,8 +153,8 @@ def _steps(most: int) -> list[int]:
     return [most * step**2 // len(SHADES) ** 2 for step in range(1, len(SHADES) + 1)]
 
 
-def _legend(most: int) -> str:
-    parts, low = ["samples:  · none"], 1
+def _legend(most: int, unit: str) -> str:
+    parts, low = [f"{unit}:  · none"], 1
     for shade, high in zip(SHADES, _steps(most), strict=True):
         if low <= high:
             parts.append(f"{shade} {low:,}–{high:,}" if low < high else f"{shade} {high:,}")

@@ -158,15 +158,14 @@ def histogram(
     ]
 
 
-def data(clients: Sequence[Mapping[str, Any]], classes: Sequence[str], caption: str = "") -> Figure:
-    """The heat map of class counts, of so many clients that the page stays small."""
+def data(clients: Sequence[Mapping[str, Any]], classes: Sequence[str], unit: str, caption: str = "") -> Figure:
+    """The heat map of samples or boxes by class, of so many clients that the page stays small."""
     some = clients[: shown(clients)]
     counts = [row["counts"] for row in some]
     rows = [{"client": row["name"], **dict(zip(classes, row["counts"], strict=True))} for row in some]
-    label = "Training samples per client and class"
-    return Figure(
-        "class-counts", label, rows, lambda: heat_map([row["name"] for row in some], classes, counts), caption
-    )
+    names = [row["name"] for row in some]
+    label = f"Training {unit} per client and class"
+    return Figure("class-counts", label, rows, lambda: heat_map(names, classes, counts, unit), caption)
 
 
 def shown(clients: Sequence[Mapping[str, Any]]) -> int:

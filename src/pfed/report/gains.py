@@ -17,7 +17,7 @@ import numpy as np
 from pfed import metrics, streams
 from pfed.data.show import distinct
 from pfed.report.numbers import by_method
-from pfed.result import Comparison, Result
+from pfed.result import SCORES, Comparison, Result
 
 DRAWS = 1000  # resamples
 LEVEL = 0.95
@@ -99,6 +99,8 @@ def _differences(run: Result, local: Result | None) -> dict[int, Array] | str:
 
     Which samples were right is known of the last evaluation alone; where another round is reported, that is no answer.
     """
+    if run.score != SCORES["classification"]:
+        return f"No intervals: {run.score} is no mean over test images."
     if local is None or not (run.correct and local.correct):
         return "No intervals: it is not known which test samples were right."
     found = {}

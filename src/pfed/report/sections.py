@@ -191,8 +191,9 @@ def _clients(group: Sequence[Result]) -> list[Html | Sequence[Figure]]:
     some = "" if shown == len(counts) else f" The first {shown} of {len(counts):,} clients are shown."
     seed = f" Seed {first.seed}." if len({result.seed for result in group}) > 1 else ""
     classes = first.classes or [str(i) for i in range(len(counts[0]))]
-    caption = f"Training samples of each client by class.{some}{seed}"
-    return [*_skew(first), [charts.data(first.clients, classes, caption), *drawn]]
+    unit = first.counted
+    caption = f"Training {unit} of each client by class.{some}{seed}"
+    return [*_skew(first), [charts.data(first.clients, classes, unit, caption), *drawn]]
 
 
 def _skew(run: Result) -> list[Html]:
