@@ -204,6 +204,20 @@ def test_pictures_show_what_is_there_and_what_is_found(scenes: Federation, tmp_p
     assert (middle == pictures.TRUE).all() or (middle == pictures.FOUND).all()
 
 
+def test_of_several_boxes_at_one_place_the_likeliest_is_drawn_with_its_label_inside() -> None:
+    """At the lower right corner: the stronger one's edges, nothing of the weaker one, and no label cut off."""
+    blank = torch.zeros(3, 256, 256, dtype=torch.uint8)
+    none = torch.full((1, 6), -1.0)
+    strong, weak = torch.tensor([[200.0, 200, 250, 250, 0.9, 1], [204, 204, 254, 254, 0.4, 0]])
+    alone = pictures._scene(blank, none, strong[None], ("dog", "a very long name of a class"))
+    both = pictures._scene(blank, none, torch.stack([strong, weak]), ("dog", "a very long name of a class"))
+    assert np.array_equal(np.asarray(alone), np.asarray(both))
+    shown = (np.asarray(both) == pictures.FOUND).all(2)
+    assert shown[220, 200]
+    assert shown[240:, 20:190].any()  # the label, moved to the left and up
+    assert not shown[:, 255].any()
+
+
 def test_a_run_leaves_pictures_and_the_report_shows_them(scenes: Federation, tmp_path: Path) -> None:
     result = short("local", scenes, rounds=1).run(tmp_path)
     assert result.folder is not None

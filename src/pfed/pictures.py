@@ -8,10 +8,12 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
+from pfed.compat import ensure
 from pfed.data.base import ClientData
 
 IMAGES = 4  # of a client, side by side
 SHOWN = 0.3  # the least score of a box that is drawn
+SAME = 0.5  # IoU from which on two found boxes are at one place, where only the likelier is drawn
 LEAST_SIDE = 256  # pixels of an image; smaller ones are enlarged
 TRUE, FOUND = (40, 200, 80), (255, 120, 0)
 FOLDER = "pictures"
@@ -54,10 +56,19 @@ def _scene(pixels: Tensor, boxes: Tensor, found: Tensor, classes: tuple[str, ...
     pen, font = ImageDraw.Draw(image), ImageFont.load_default(11)
     for kind, x1, y1, x2, y2, _ in boxes[boxes[:, 0] >= 0].tolist():
         _box(pen, [scale * v for v in (x1, y1, x2, y2)], TRUE, classes[int(kind)], font, below=False)
-    for x1, y1, x2, y2, score, kind in found[found[:, 4] >= SHOWN].tolist():
+    for x1, y1, x2, y2, score, kind in reversed(_likeliest(found).tolist()):  # the surest on top
         label = f"{classes[int(kind)]} {score:.2f}"
         _box(pen, [scale * v for v in (x1, y1, x2, y2)], FOUND, label, font, below=True)
     return image
+
+
+def _likeliest(found: Tensor) -> Tensor:
+    """The sure ones of detections (most, 6), best first, but of several at one place only the best."""
+    ensure()
+    from torchvision.ops import nms
+
+    sure = found[found[:, 4] >= SHOWN]
+    return sure[nms(sure[:, :4], sure[:, 4], SAME)]
 
 
 def _box(
@@ -70,6 +81,8 @@ def _box(
 ) -> None:
     x1, y1, x2, y2 = corners
     pen.rectangle((x1, y1, max(x1, x2), max(y1, y2)), outline=colour, width=2)
-    at = (x1 + 2, y2 + 1) if below else (x1 + 2, y1 - 13)
-    pen.rectangle(pen.textbbox(at, label, font=font), fill=(0, 0, 0))
-    pen.text(at, label, fill=colour, font=font)
+    left, top, right, bottom = pen.textbbox((x1 + 2, y2 + 1 if below else y1 - 13), label, font=font)
+    width, height = pen.im.size
+    x, y = max(0, min(left, width - (right - left))), max(0, min(top, height - (bottom - top)))  # inside the image
+    pen.rectangle((x, y, x + right - left, y + bottom - top), fill=(0, 0, 0))
+    pen.text((x, y), label, fill=colour, font=font, anchor="lt")

@@ -164,7 +164,8 @@ def _pictures(group: Sequence[Result]) -> list[Html | Sequence[Figure]]:
         for name, path in files:
             content = base64.b64encode(path.read_bytes()).decode()
             image = Html(f'<img src="data:image/png;base64,{content}" alt="Test images of {escape(name)} with boxes">')
-            drawn.append(figure(image, f"{method}, {name}: green what is there, orange what the model says."))
+            colours = f"green what is there, orange what the model says, from a score of {pictures.SHOWN} on"
+            drawn.append(figure(image, f"{method}, {name}: {colours}."))
     return drawn
 
 
