@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from pfed import Comparison, Experiment, Federation, Tensors
+from pfed import Client, Cohort, Comparison, Experiment, Federation, Tensors, evaluate
+from pfed.methods.fedavg import FedAvg
+from pfed.wire import State
 
 LOCAL = {"lr": 0.1, "batch_size": 8}
 
@@ -87,6 +89,48 @@ def test_post_local_with_sampling_keeps_the_last_value(tiny: Federation) -> None
     series = dict(result.series["personal/local-test"])
     session_rounds = [set(values) for values in series.values()]
     assert all(clients == {0, 1, 2, 3} for clients in session_rounds)
+
+
+def test_post_local_scores_are_computed_only_where_they_count(
+    tiny: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All take part: in rounds with an evaluation. Else a client's last training may be one of any round."""
+    scored: list[int] = []
+    assess = evaluate.assess
+
+    def noted(client: Client, *args: Any) -> Any:
+        scored.append(client.round)
+        return assess(client, *args)
+
+    monkeypatch.setattr(evaluate, "assess", noted)
+    settings: dict[str, Any] = {"rounds": 5, "local": LOCAL, "eval_point": "post_local"}
+    often = Experiment("fedavg", tiny, "mlp", **settings).run()
+    assert scored == [t for t in (1, 2, 3, 4, 5) for _ in range(4)]
+    scored.clear()
+    seldom = Experiment("fedavg", tiny, "mlp", eval_every=3, **settings).run()
+    assert scored == [3] * 4 + [5] * 4
+    of_often = dict(often.series["personal/local-test"])
+    assert seldom.series["personal/local-test"] == [(t, of_often[t]) for t in (3, 5)]
+    assert seldom.metrics == often.metrics
+    scored.clear()
+    Experiment("fedavg", tiny, "mlp", eval_every=0, fraction=0.5, **settings).run()
+    assert [scored.count(t) for t in (1, 2, 3, 4)] == [2] * 4
+
+
+def test_post_local_without_training_judges_the_model_as_it_is(tiny: Federation) -> None:
+    """In a round in which all could have trained but none did; also if the run was to end in the round before."""
+
+    class Pausing(FedAvg):
+        def round(self, server: State, cohort: Cohort) -> None:
+            if cohort.round % 2:
+                super().round(server, cohort)
+
+    settings: dict[str, Any] = {"local": LOCAL, "eval_every": 0}
+    wanted = Experiment(Pausing(), tiny, "mlp", rounds=2, **settings).run()
+    found = Experiment(Pausing(), tiny, "mlp", rounds=2, eval_point="post_local", **settings).run()
+    assert found.values == wanted.values
+    trained = Experiment(Pausing(), tiny, "mlp", rounds=1, eval_point="post_local", **settings).run()
+    assert trained.values != wanted.values
 
 
 def test_ditto_judges_the_personal_model(tiny: Federation) -> None:

@@ -137,3 +137,13 @@ class RunOptions(SplitOptions):
 
     def __post_init__(self) -> None:
         validate(self, "run")
+
+    def judged(self, t: int) -> bool:
+        """Whether the clients are judged after this round; after the last one they are in any case."""
+        in_turn = (self.eval_every > 0 and t % self.eval_every == 0) or t > self.rounds - self.eval_last
+        return 0 < t <= self.rounds and in_turn
+
+    @property
+    def all_take_part(self) -> bool:
+        """Whether every client is to answer in every round."""
+        return self.fraction == 1 and self.dropout == 0 and self.deadline is None

@@ -52,6 +52,27 @@ def assess(
     return out
 
 
+def assess_fitted(client: Client) -> None:
+    """Remember the scores of what a step trained, in case that no later one replaces it before the next evaluation.
+
+    Where all take part in every round that is known, and rounds without an evaluation need no scores.
+    """
+    options, t = client.options, client.round
+    last = t >= options.rounds
+    if client.fitted is not None and (last or options.judged(t) or not options.all_take_part):
+        names = None if last or not options.all_take_part else (client.task.main,)
+        client.state["post_local"] = {"round": t, "scores": assess(client, client.fitted, names)}
+
+
+def _fitted_scores(client: Client) -> Payload | None:
+    """What `assess_fitted` remembers of the client's last training; None if that is not known."""
+    options, stored = client.options, client.state.get("post_local")
+    if options.eval_point != "post_local" or stored is None:
+        return None
+    newest = stored["round"] >= min(client.round, options.rounds)
+    return dict(stored["scores"]) if newest or not options.all_take_part else None
+
+
 def _predictions(client: Client, named: Mapping[str, nn.Module], samples: Samples) -> dict[str, Tensor]:
     """What each model says of the samples; no model is asked twice, and no body run twice for several heads."""
     bodies = {id(module.model): module.model for module in named.values() if isinstance(module, View)}
@@ -80,9 +101,9 @@ def _judged(client: Client, method: Method, download: Payload) -> dict[str, nn.M
 
 def _evaluate(client: Client, method: Method, download: Payload, final: bool) -> Payload:
     """All scores at the end, the main one before it."""
-    stored = client.state.get("post_local") if client.options.eval_point == "post_local" else None
+    stored = _fitted_scores(client)
     names = None if final else (client.task.main,)
-    return dict(stored) if stored else assess(client, _judged(client, method, download), names)
+    return stored if stored is not None else assess(client, _judged(client, method, download), names)
 
 
 def _predict(client: Client, method: Method, download: Payload, data: str) -> Payload:

@@ -15,7 +15,7 @@ from pfed.client import Client, Companion
 from pfed.config import RunOptions
 from pfed.data.base import ClientData, Federation, Samples, pooled
 from pfed.engines.base import POOLED, Reply
-from pfed.evaluate import READERS, assess, probe, represent
+from pfed.evaluate import READERS, assess_fitted, probe, represent
 from pfed.method import Method
 from pfed.pool import Pool
 from pfed.tasks import Task
@@ -96,8 +96,8 @@ class Runner:
                     answer = reader(client, self.method, payload)
                 else:
                     answer = dict(self.method.step(step)(client, **payload) or {})
-                    if self.options.eval_point == "post_local" and client.fitted is not None:
-                        client.state["post_local"] = assess(client, client.fitted)
+                    if self.options.eval_point == "post_local":
+                        assess_fitted(client)
                     if self.options.representation and client.fitted is not None:
                         client.state["representation"] = represent(client, self.method, client.fitted)
         finally:

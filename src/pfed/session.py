@@ -142,9 +142,7 @@ class Session:
         return sorted(int(client) for client in draw[:size])
 
     def _judges(self, t: int) -> bool:
-        every, rounds = self.options.eval_every, self.options.rounds
-        in_turn = (every > 0 and t % every == 0) or t > rounds - self.options.eval_last
-        return t == self.last or (0 < t <= rounds and in_turn)
+        return t == self.last or self.options.judged(t)
 
     def _saves(self, t: int) -> bool:
         every = self.options.checkpoint_every
