@@ -213,7 +213,13 @@ def _reduced(table: Table, small: Mapping[str, Any]) -> Table:
     for key in ("about", "time"):
         if not isinstance(small.get(key), str):
             raise UserError(f"{key} of {where} must be a text. Got {small.get(key)!r}.")
-    columns = {name: _chosen(table.columns, name, "column", where) for name in small.get("columns", table.columns)}
+    columns: dict[str, Column] = {}
+    for item in small.get("columns", table.columns):
+        columns |= (
+            {name: _column(name, value, where) for name, value in item.items()}
+            if isinstance(item, dict)
+            else {item: _chosen(table.columns, item, "column", where)}
+        )
     rows: dict[str, Row] = {}
     for item in small.get("rows", table.rows):
         rows |= (
