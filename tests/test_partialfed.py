@@ -334,6 +334,20 @@ def test_tuning_starts_from_the_last_mean() -> None:
     assert "untuned/local-test" in three.result.metrics
 
 
+@pytest.mark.parametrize("method", ["partialfed-fix", "partialfed-adaptive"])
+def test_tuning_at_a_rate_of_its_own(method: str) -> None:
+    """That of local training by default, which no schedule lowers at the end."""
+    decaying = {"run_local": {**LOCAL, "schedule": "step:0"}}
+    tuned, same_rate, own = (
+        go(method, **decaying, **hyper) for hyper in ({}, {"finetune_lr": 0.2}, {"finetune_lr": 0.1})
+    )
+    assert_same(same_rate.personal, tuned.personal)
+    assert not same(own.personal, tuned.personal)
+    assert_same(own.server, tuned.server)
+    with pytest.raises(UserError, match=r"finetune_lr must be > 0"):
+        go(method, finetune_lr=0)
+
+
 def test_tuning_sends_nothing_and_no_epochs_call_nobody() -> None:
     """All clients tune in round T + 1; with F = 0 nothing happens there."""
     tuned, plain = go(), go(finetune_epochs=0)

@@ -190,6 +190,19 @@ def test_small_says_that_it_is_reduced_and_has_no_gap(
     assert {(row["paper"], row["gap"]) for row in found["rows"]} == {(None, None)}
 
 
+def test_small_may_have_columns_of_its_own(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For data that stand in for the paper's have other clients."""
+    file.write_text(TABLE.replace('columns = ["Local"]', 'columns = [{ Last = "client:client-2" }, "Local"]'))
+    assert reproduce(file, "--out", tmp_path / "out", "--methods", "FedAvg", "--json") == 0
+    found = {row["column"]: row["ours"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    (made,) = kept(tmp_path / "out").values()
+    of_client = {row["name"]: row["personal/local-test"] for row in made["result"]["per_client"]}
+    assert found == {
+        "Last": pytest.approx(100 * of_client["client-2"], abs=0.01),
+        "Local": pytest.approx(100 * made["result"]["metrics"]["personal/local-test"], abs=0.01),
+    }
+
+
 def cell(
     method: str, seed: int, local: float, new: float, first: float, chance: float = 0.1, **more: Any
 ) -> dict[str, Any]:

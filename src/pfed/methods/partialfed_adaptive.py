@@ -52,7 +52,7 @@ class PartialFedAdaptive(Method):
     initial_gap: float = option(0.0, "theta[i, 1] - theta[i, 0] at the start, as logits", ge=-1000, le=1000)
     two_copies: bool = option(True, "a step moves the chosen copy; false: both alike, so that they keep their distance")
     finetune_epochs: int | None = option(None, "epochs of tuning (none: local.epochs)", ge=0)
-    finetune_lr: float = option(0.0, "learning rate of the tuning (0: local.lr)", ge=0)
+    finetune_lr: float | None = option(None, "learning rate of the tuning (none: local.lr)", gt=0)
     finetune_when: Literal["end", "every_round"] = option(
         "end", "tune after the last round, or W^c in every round before it is sent"
     )
@@ -84,7 +84,7 @@ class PartialFedAdaptive(Method):
         alpha = selection.probabilities(theta, self.alpha_param)
         model = mix(copies, groups, alpha, self.sampling)
         if self.finetune_when == "every_round" and self.finetune_epochs != 0:
-            client.fit(model, epochs=self.finetune_epochs, lr=self.finetune_lr, stream="finetune")
+            client.fit(model, epochs=self.finetune_epochs, lr=self.finetune_lr or 0.0, stream="finetune")
         client.state["own"] = snapshot(model)
         client.log(**{f"load_global/{label}": float(a) for label, a in zip(groups, alpha[:, 1], strict=True)})
         client.trained(model)
@@ -129,7 +129,7 @@ class PartialFedAdaptive(Method):
     @step
     def tune(self, client: Client, params: Tensors) -> None:
         model = self.last(client, params)
-        client.fit(model, epochs=self.finetune_epochs, lr=self.finetune_lr, stream="finetune")
+        client.fit(model, epochs=self.finetune_epochs, lr=self.finetune_lr or 0.0, stream="finetune")
         client.state["finetuned"] = snapshot(model)
 
     def last(self, client: Client, params: Tensors) -> nn.Module:

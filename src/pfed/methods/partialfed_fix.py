@@ -42,7 +42,7 @@ class PartialFedFix(Method):
         "separate", "granularity layer: a BatchNorm joins its convolution, or is a group of its own"
     )
     finetune_epochs: int | None = option(None, "epochs of tuning after the last round (none: local.epochs)", ge=0)
-    finetune_lr: float = option(0.0, "learning rate of the tuning (0: local.lr)", ge=0)
+    finetune_lr: float | None = option(None, "learning rate of the tuning (none: local.lr)", gt=0)
     skip_unused: bool = option(False, "send only what is loaded: the same models for fewer bytes")
     agg: Aggregation = "samples"
     same_architecture = False
@@ -104,7 +104,7 @@ class PartialFedFix(Method):
     @step
     def tune(self, client: Client, params: Tensors) -> None:
         model = self.load(client, params)
-        client.fit(model, epochs=self.finetune_epochs, lr=self.finetune_lr, stream="finetune")
+        client.fit(model, epochs=self.finetune_epochs, lr=self.finetune_lr or 0.0, stream="finetune")
         client.state["finetuned"] = snapshot(model)
 
     def predictor(self, client: Client, params: Tensors) -> dict[str, nn.Module]:
