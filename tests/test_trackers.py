@@ -338,9 +338,9 @@ def test_nothing_is_imported_unless_asked_for(tmp_path: Path) -> None:
 
 @NEEDS["tensorboard"]
 def test_a_tracked_run_is_the_same_run(tiny: Federation) -> None:
-    from pfed.store import _settings
+    from pfed.store import settings
 
-    assert _settings(experiment(tiny, None).config()) == _settings(experiment(tiny, "tensorboard").config())
+    assert settings(experiment(tiny, None).config()) == settings(experiment(tiny, "tensorboard").config())
 
 
 @NEEDS["tensorboard"]
