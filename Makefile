@@ -52,6 +52,7 @@ bench: .venv/ready
 	$(PY) benchmarks/watch.py
 	$(PY) benchmarks/cluster.py
 	$(PY) benchmarks/deploy.py
+	$(PY) benchmarks/detection.py
 
 .venv/core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pfed needs Python 3.11 or newer: make PYTHON=/path/to/python3")'

@@ -321,7 +321,8 @@ def _check_task(task: str, federation: Federation) -> None:
     boxes = federation.clients[0].train.boxes is not None
     if boxes != (task == "detection"):
         has, other = ("boxes", "detection") if boxes else ("labels", "classification")
-        raise UserError(f"The data have {has}, which is for run.task {other!r}. Got {task!r}.")
+        hint = "" if boxes else "; data with boxes are 'composite', for example"
+        raise UserError(f"The data have {has}, which is for run.task {other!r}. Got {task!r}{hint}.")
 
 
 def _federation(data: Any, opts: RunOptions) -> Federation:
