@@ -1,10 +1,10 @@
 """Time and memory of training a detector on a CPU, in one thread: PartialFed's setting, and the small ones for CPUs.
 
-A client with 40 composite scenes trains for three rounds of one epoch in batches of 8, and is not judged. The first
-round is left out; time is that of the others by batch, memory the most that the process ever had. PartialFed's setting
-is Faster R-CNN over SE-ResNet-50 with images of 512 pixels. Each case is a process of its own.
+A client with composite scenes trains for three rounds of a few batches of 8, and is not judged. The first round is left
+out; time is that of the others by batch, memory the most that the process ever had. PartialFed's setting is Faster
+R-CNN over SE-ResNet-50 with images of 512 pixels. Each case is a process of its own.
 
-    python benchmarks/detection.py [--batches 5]
+    python benchmarks/detection.py [--batches 2]
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def measured(case: tuple[str, str, int], batches: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--batches", type=int, default=5, help="of a round")
+    parser.add_argument("--batches", type=int, default=2, help="of a round")
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
