@@ -171,7 +171,9 @@ def test_what_does_not_fit_is_said(method: str, changes: dict[str, Any], message
 
 
 def test_labels_are_no_boxes(tiny: Federation) -> None:
-    with pytest.raises(UserError, match=r"is for run\.task 'classification'\. Got 'detection'; data with boxes are 'composite'"):
+    with pytest.raises(
+        UserError, match=r"is for run\.task 'classification'\. Got 'detection'; data with boxes are 'composite'"
+    ):
         Experiment("fedavg", tiny, MODEL, task="detection").run()
 
 

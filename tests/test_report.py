@@ -156,6 +156,30 @@ def test_runs_that_differ_in_more_than_the_seed_are_named(usual):
     assert "mixes settings" not in usual.text
 
 
+def test_variants_of_a_method_are_told_apart_everywhere():
+    """Two strategies of one method: a row, gains, costs, a curve and a configuration each, no mean over both."""
+    one, two = (
+        run(hyper={"strategy": s, "agg": "samples"}, accuracies=[(a, a)]) for s, a in (("fc", 0.75), ("full", 0.5))
+    )
+    both = [one, two, run("local", accuracies=[(0.5, 0.5)], hyper={})]
+    names = ["fedavg strategy=fc", "fedavg strategy=full"]
+    told = tell(*both)
+    assert [row[:2] for row in told.rows if row[:1] in ([names[0]], [names[1]])] == [
+        [names[0], "75.00"],
+        [names[1], "50.00"],
+        [names[0], "+25.00"],
+        [names[1], "+0.00"],
+        [names[0], "1, 3 kB"],
+        [names[1], "1, 3 kB"],
+    ]
+    assert [f"Configuration of {name}" in told.text for name in names] == [True, True]
+    assert "mixes settings" not in told.text
+    assert "agg=samples" not in told.text
+    assert told.text.startswith("pfed: fedavg, local on digits")
+    curve = next(figure for figure in page.figures(both) if figure.name == "accuracy-by-round")
+    assert [row["method"] for row in curve.rows] == [*names, "local"]
+
+
 def test_accuracy_chosen_on_test_data_is_called_so(usual):
     assert "best_per_client, chosen on the test data, which flatters" in tell(run(select="best_per_client")).text
     assert "Reported round: last." in usual.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -248,10 +249,21 @@ class Comparison:
 
     def label(self, result: Result) -> str:
         """The method, and its options where runs of the same method differ in them."""
-        others = [r.config.get("hyper", {}) for r in self.results if r.method == result.method]
         own = result.config.get("hyper", {})
-        differing = [key for key, value in own.items() if any(other.get(key) != value for other in others)]
-        return " ".join([result.method, *(f"{key}={own[key]}" for key in differing)])
+        differing = [key for key in own if key in self._differing[result.method]]
+        return " ".join([str(result.method), *(f"{key}={own[key]}" for key in differing)])
+
+    @functools.cached_property
+    def _differing(self) -> dict[str, set[str]]:
+        """By method, the options in which its runs are not all alike."""
+        found: dict[str, set[str]] = {}
+        first: dict[str, Any] = {}
+        for result in self.results:
+            own = result.config.get("hyper", {})
+            like = first.setdefault(result.method, own)
+            odd = {key for key in own.keys() | like.keys() if own.get(key) != like.get(key)}
+            found.setdefault(result.method, set()).update(odd)
+        return found
 
     def domains(self) -> list[str]:
         """The clients, where they are few and have names of their own."""

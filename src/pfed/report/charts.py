@@ -206,7 +206,13 @@ def _color(rows: Sequence[Row], methods: Sequence[str]) -> alt.Color:
     present = {row["method"] for row in rows}
     shown = [(printable(method), PALETTE[i % len(PALETTE)]) for i, method in enumerate(methods) if method in present]
     scale = alt.Scale(domain=[name for name, _ in shown], range=[color for _, color in shown])
-    return alt.Color("method:N").scale(scale).legend(legend())
+    return alt.Color("method:N").scale(scale).legend(_names([name for name, _ in shown]))
+
+
+def _names(methods: Sequence[str]) -> alt.Legend:
+    """In two columns, or in one if that leaves no place for a name."""
+    long = any(len(name) > 22 for name in methods)
+    return legend(columns=1, labelLimit=280) if long else legend()
 
 
 def legend(**changes: Any) -> alt.Legend:
@@ -222,4 +228,4 @@ def _dash(rows: Sequence[Row], methods: Sequence[str]) -> alt.StrokeDash:
     lines = [[1, 0], *DASHES]
     dashes = {printable(m): lines[i // len(PALETTE) % len(lines)] for i, m in enumerate(methods) if m in present}
     scale = alt.Scale(domain=list(dashes), range=list(dashes.values()))
-    return alt.StrokeDash("method:N").scale(scale).legend(legend())
+    return alt.StrokeDash("method:N").scale(scale).legend(_names(list(dashes)))

@@ -60,7 +60,7 @@ def gains(comparison: Comparison) -> dict[str, Gains]:
     """
     found = {}
     for method, runs in by_method(comparison.results).items():
-        if method == "local":
+        if runs[0].method == "local":
             continue
         several = len({run.seed for run in runs}) > 1
         values: dict[str, list[float]] = {}

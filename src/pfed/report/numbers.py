@@ -11,7 +11,7 @@ from typing import Any
 from pfed.config import SplitOptions
 from pfed.engines.base import POOLED
 from pfed.report.figures import Row
-from pfed.result import MAIN, Result, thinned
+from pfed.result import MAIN, Comparison, Result, thinned
 
 SPLIT = {field.name: field.default for field in fields(SplitOptions)}
 POINTS = 200  # of a curve, more can't be told apart
@@ -33,10 +33,17 @@ def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Runs by method, and by its options where some of these runs differ in them, as in the table."""
+    comparison = Comparison(results)
     found: dict[str, list[Result]] = {}
     for result in results:
-        found.setdefault(str(result.method), []).append(result)
+        found.setdefault(comparison.label(result), []).append(result)
     return found
+
+
+def methods(results: Sequence[Result]) -> list[str]:
+    """What `by_method` calls the runs of all groups."""
+    return list(dict.fromkeys(label for group in groups(results).values() for label in by_method(group)))
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -24,7 +24,8 @@ THEME = """<p class="theme" hidden><label>Colours <select>
 def render(results: Sequence[Result], first: Sequence[Html] = ()) -> str:
     """The whole page about one or more runs; what is `first` stands before all else."""
     described = [result for result in results if result.clients]
-    title = f"{', '.join(numbers.by_method(described)) or 'no method'} on {_data(described)}"
+    methods = dict.fromkeys(str(result.method) for result in described)
+    title = f"{', '.join(methods) or 'no method'} on {_data(described)}"
     style, script = (_resource(name) for name in ("style.css", "script.js"))
     # Nothing but this style and this script can have any effect, whatever a name of a client looks like.
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}"
@@ -53,7 +54,7 @@ def _hash(text: str) -> str:
 def body(results: Sequence[Result]) -> list[Html]:
     """All that is on the page below its title."""
     described = [result for result in results if result.clients]
-    grouped, methods = numbers.groups(described), list(numbers.by_method(described))
+    grouped, methods = numbers.groups(described), numbers.methods(described)
     parts = [tag("p", _count(results, len(grouped)))]
     parts += [tag("p", sentence) for sentence in _unmeasured(results)]
     for place, (name, group) in enumerate(grouped.items()):
@@ -66,8 +67,7 @@ def body(results: Sequence[Result]) -> list[Html]:
 def figures(results: Sequence[Result]) -> list[Figure]:
     """Every figure of the page, each with a name of its own."""
     described = [result for result in results if result.clients]
-    methods = list(numbers.by_method(described))
-    grouped = numbers.groups(described)
+    grouped, methods = numbers.groups(described), numbers.methods(described)
     found: dict[str, Figure] = {}
     for place, (name, group) in enumerate(grouped.items()):
         for figure in (figure for section in sections(group, methods, place) for figure in section.figures):
