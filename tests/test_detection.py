@@ -24,6 +24,7 @@ from pfed.data.scenes import composite
 from pfed.method import ANY_TASK
 
 MODEL = "fcos:seresnet18-small"
+PREDICTOR = "head.classification_head.cls_logits"
 LOCAL = {"lr": 0.01, "batch_size": 2}
 QUICK = ["fedavg", "partialfed-adaptive"]
 OTHERS = [name for name, cls in registry.methods().items() if cls.tasks == ANY_TASK and name not in (*QUICK, "all")]
@@ -93,6 +94,14 @@ def test_class_heads_stay_at_their_clients(method: str, scenes: Federation) -> N
         message.up[key].nbytes for message in done.messages for key in message.up if hasattr(message.up[key], "nbytes")
     )
     assert done.result.bytes_up == up
+
+
+@pytest.mark.parametrize("method", [*QUICK, *OTHERS])
+def test_every_method_takes_domains_with_classes_of_their_own(method: str, scenes: Federation) -> None:
+    """Whose models differ in the class heads. What the methods then do with them is for the slow tests."""
+    pool = short(method, scenes)._pool()
+    shapes = [tuple(pool.template(client).state_dict()[f"{PREDICTOR}.bias"].shape) for client in range(2)]
+    assert shapes == [(5,), (3,)]
 
 
 def test_models_start_alike_but_for_their_class_heads(scenes: Federation) -> None:

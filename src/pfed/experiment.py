@@ -221,6 +221,8 @@ class Experiment:
         """The models: one template for each architecture, initial values of their own where there are several."""
         federation = self.federation()
         makers = _makers(self._model, self.options, federation)
+        if self.method.same_start and len(makers) > 1:  # then each client has initial values of its own
+            raise UserError(f"{self.method.label} starts all clients from one model. Got {len(makers)} models.")
         clients = range(len(federation.clients))
         kinds = [(c % len(makers), len(federation.clients[c].classes or federation.classes)) for c in clients]
         found = list(dict.fromkeys(kinds))

@@ -100,6 +100,7 @@ class Method:
 
     name = ""  # set by @register
     same_architecture = True  # every client's model must be of one kind
+    same_start = False  # all clients must begin with the same values, but for what never leaves them
     needs: frozenset[str] = frozenset()  # of: public, validation, pooled, replies (individual ones, not only means)
     tasks: frozenset[str] = frozenset({"classification"})  # ANY_TASK where it takes any loss
     sends_all = False  # the whole model travels, so what a client keeps of it is no secret

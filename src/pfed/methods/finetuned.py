@@ -38,7 +38,8 @@ class FineTuned(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("agg", "needs", "tasks", "keep_optimizer", "same_architecture", "sends_all", "fixed_rounds"):
+        models = ("same_architecture", "same_start", "sends_all")
+        for name in ("agg", "needs", "tasks", "keep_optimizer", *models, "fixed_rounds"):
             if hasattr(self.base, name):
                 object.__setattr__(self, name, getattr(self.base, name))
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +8,6 @@ from torch import nn
 from pfed.anatomy import ALL
 from pfed.client import Client
 from pfed.cohort import Cohort
-from pfed.errors import UserError
 from pfed.method import ANY_TASK, Aggregation, Method, Reduction, step
 from pfed.options import option
 from pfed.registry import register
@@ -37,6 +35,7 @@ class L2GD(Method):
     mix: float = option(0.5, "how far a model moves to the mean", gt=0, le=1, tries=(0.1, 0.5))
     agg: Aggregation = "uniform"
     keep_optimizer = True
+    same_start = True
     sends_all = True
     reduces_to = (Reduction({"p": 0.0}, "local"),)
     tasks = ANY_TASK
@@ -44,11 +43,6 @@ class L2GD(Method):
     @property
     def participation(self) -> Literal["sampled", "all"]:
         return "all"
-
-    def check_models(self, models: Sequence[nn.Module]) -> None:
-        super().check_models(models)
-        if len(models) > 1:  # then each client has initial values of its own
-            raise UserError(f"{self.label} starts all clients from one model. Got {len(models)} models.")
 
     def init(self, model: nn.Module) -> State:
         return {"fresh": True}  # all models are the same, and so is their mean
