@@ -1,10 +1,12 @@
 """What it costs a run that someone watches it, and what a watch costs when nothing happens.
 
-FedAvg on eight clients with 600 images (noise), LeNet-5, evaluation after every round. Runs with a watch, which one
-client follows as a browser does (the stream, and the report whenever a round is done), and without take turns. CPU
-seconds of the run's process tell what is added to its work; wall time tells what it waits for, if the machine is quiet.
+FedAvg on eight clients with 600 images (noise), LeNet-5, evaluation after every round. A watch, which one client
+follows as a browser does (the stream, and the report whenever a round is done), is stopped and let go on in turns of
+some rounds of the same run, so that whatever else the machine does meets both alike. CPU seconds of the run's process
+tell what is added to its work (its workers' are not counted); wall time tells what it waits for. With as many workers
+as cores, the watch and the run have to share these.
 
-    python benchmarks/watch.py [--repeats 5] [--rounds 20] [--idle 30] [--runs 50]
+    python benchmarks/watch.py [--workers 1] [--turns 20] [--rounds 8] [--idle 30] [--runs 50]
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.cookiejar
+import itertools
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,12 +27,17 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from common import federation, ratios
 
 from pfed import Experiment
+from pfed.cohort import Cohort
+from pfed.methods.fedavg import FedAvg
+from pfed.wire import State
 
 
 def follow(address: str) -> None:
@@ -67,16 +76,40 @@ def cpu(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measured(experiment: Experiment, runs: Path) -> tuple[float, float]:
-    before, started = time.process_time(), time.perf_counter()
-    experiment.run(runs)
-    return time.process_time() - before, time.perf_counter() - started
+class Turns:
+    """The first rounds warm up; then turns without the watch and with it, each of so many rounds."""
+
+    def __init__(self, pid: int, rounds: int):
+        self._pid, self._rounds = pid, rounds
+        self._marks: list[tuple[float, ...]] = []  # wall, CPU of the run, CPU of the watch
+
+    def round(self, number: int) -> None:
+        """A round begins; perhaps a turn does."""
+        turn, place = divmod(number - 1, self._rounds)
+        if place == 0:
+            self._marks.append((time.perf_counter(), time.process_time(), cpu(self._pid)))
+            os.kill(self._pid, signal.SIGSTOP if turn % 2 else signal.SIGCONT)
+
+    def taken(self) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+        """What turns with the watch took, and those without just before them."""
+        spans = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(self._marks)]
+        return spans[2::2], spans[1::2]
+
+
+@dataclass(frozen=True)
+class Timed(FedAvg):
+    turns: ClassVar[Turns]
+
+    def round(self, server: State, cohort: Cohort) -> None:
+        self.turns.round(cohort.round)
+        super().round(server, cohort)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--idle", type=float, default=30)
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--follow", help=argparse.SUPPRESS)
@@ -86,26 +119,28 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     data = federation(8, 600, (1, 28, 28))
-    local = {"batch_size": 10, "lr": 0.05}
-    taken: dict[str, list[tuple[float, float]]] = {"alone": [], "watched": []}
-    shares = []
+    rounds = arguments.rounds * (2 * arguments.turns + 1) + 1
+    engine = {"engine": "processes", "workers": arguments.workers} if arguments.workers > 1 else {}
+    experiment = Experiment(Timed(), data, "lenet5", rounds=rounds, local={"batch_size": 10, "lr": 0.05}, **engine)
     with tempfile.TemporaryDirectory() as folder:
-        for repeat in range(arguments.repeats + 1):
-            for way in taken:
-                experiment = Experiment("fedavg", data, "lenet5", rounds=arguments.rounds, local=local)
-                runs = Path(folder, way)
-                with watched(runs) if way == "watched" else contextlib.nullcontext(0) as pid:
-                    before = cpu(pid) if pid else 0.0
-                    found = measured(experiment, runs)
-                    share = (cpu(pid) - before) / found[1] if pid else 0.0
-                if repeat:  # the first of each warms up
-                    taken[way].append(found)
-                    shares += [share] if pid else []
-        for place, what in enumerate(("CPU", "wall")):
-            pair = ([found[place] for found in taken[way]] for way in ("watched", "alone"))
-            print(f"{what} of a run that is watched / alone: {ratios(*pair)}")
+        runs = Path(folder, "runs")
+        with watched(runs) as pid:
+            Timed.turns = Turns(pid, arguments.rounds)
+            try:
+                experiment.run(runs)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        watching, alone = Timed.turns.taken()
+        print(
+            f"{len(watching)} turns of {arguments.rounds} rounds, {statistics.median(t[0] for t in alone):.1f} s each"
+        )
+        for place, what in ((1, "CPU"), (0, "wall")):
+            pair = [[turn[place] for turn in turns] for turns in (watching, alone)]
+            whole = sum(pair[0]) / sum(pair[1])
+            print(f"{what} of a run that is watched / alone: {ratios(*pair)}, in all {whole:.3f}")
+        shares = [turn[2] / turn[0] for turn in watching]
         print(f"CPU of the watch meanwhile: {100 * statistics.median(shares):.1f} % of a core")
-        many, (first, *_) = Path(folder, "many"), sorted(Path(folder, "alone").iterdir())
+        many, (first,) = Path(folder, "many"), runs.iterdir()
         for number in range(arguments.runs):
             shutil.copytree(first, many / f"run-{number}")
         with watched(many) as pid:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PFED_RUNS", "PFED_DATA"):
         monkeypatch.delenv(name, raising=False)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # processes inherit it if a shell has it ignored
 
 
 @pytest.fixture(scope="session")

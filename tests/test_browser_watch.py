@@ -153,6 +153,21 @@ def test_runs_are_chosen_and_compared(tmp_path: Path, visit: Visit) -> None:
     expect(page.locator("#report")).to_be_empty()
 
 
+def test_who_comes_in_the_midst_of_a_comparison_sees_it(tmp_path: Path, visit: Visit) -> None:
+    """With a run that goes on, those of its settings under other methods are selected, the newest of each."""
+    for created, (run, method, rounds) in enumerate(
+        [("local-1", "local", 4), ("local-2", "local", 4), ("fedavg-1", "fedavg", 4), ("fedper-1", "fedper", 5)]
+    ):
+        config = {"method": method, "data": "digits", "rounds": rounds, "seed": 3, "hyper": {"of": method}}
+        finished(tmp_path / run, rounds, config=config, method=method, created=created + 1.0)
+    config = {"method": "ditto", "data": "digits", "rounds": 4, "seed": 3, "hyper": {"lam": 1.0}, "engine": "processes"}
+    with begun(tmp_path / "ditto-1", 4, config=config, method="ditto", created=9.0) as opened:
+        add(opened, 1, 0.4)
+        page = visit(tmp_path)
+        expect(page.locator("#report h1")).to_have_text("local, fedavg, ditto on digits")
+        expect(page.locator("#runs li:has(input:checked) .run")).to_have_text(["ditto-1", "fedavg-1", "local-2"])
+
+
 def test_a_live_redraw_keeps_what_someone_has_done(tmp_path: Path, visit: Visit) -> None:
     """Tables stay sorted as they were, the target stays where it was put, though a round has come in."""
     for created, method in enumerate(("local", "fedavg")):

@@ -57,6 +57,7 @@ def test_loading_probabilities_are_by_group_and_client_and_by_round() -> None:
     assert [row["value"] for row in rounds.rows[:2]] == pytest.approx([0.5, 0.25])
     assert "Means over clients: s9 0.25, s10 0.25, fc 0.25." in end.caption
     assert end.inline().index(">s9<") < end.inline().index(">s10<")
+    assert rounds.draw().title == ["Chance to load the global group", "by round"]  # in one line it is cut off
 
 
 def test_heat_maps_of_many_clients_stay_small() -> None:

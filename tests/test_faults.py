@@ -248,7 +248,6 @@ def life(argv: list[str], log: str, point: str | None) -> None:
     from pfed import cli
 
     os.setpgrp()  # as a shell does, so that Ctrl-C reaches the workers as well
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -115,6 +115,20 @@ def test_bytes_are_those_of_a_round(compared):
     assert "Nothing was sent." in tell(run("local", sent=0)).text
 
 
+def test_a_round_after_the_last_is_explained():
+    said = "A round after the last is what a method does at the end."
+    assert said in tell(run(rounds=1)).text, "two rounds are there, one was planned"
+    assert said not in tell(run()).text
+
+
+def test_the_sizes_of_clients_are_told():
+    assert "A client trains on 10 to 11 samples, 11 in the middle." in tell(run()).text
+    alike = run()
+    for row in alike.clients:
+        row["train"] = 10
+    assert "Every client trains on 10 samples." in tell(alike).text
+
+
 def test_a_method_that_sends_nothing_is_a_level_line(compared):
     rows = charts._to_the_edge(numbers.curves(compared))
     assert [(row["bytes"], row["mean"]) for row in rows if row["method"] == "local"] == [(0, 70.0), (6000, 70.0)]

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -144,8 +143,6 @@ def process(*argv: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
-        # A shell may have started the tests with SIGINT ignored, and processes inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield started

@@ -47,7 +47,10 @@ def heat(
     what: str,
     caption: str,
 ) -> Figure:
-    """Rows and columns in the given order, values as opacity of one hue, which reads on white and on black."""
+    """Rows and columns in the given order, values as opacity of one hue, which reads on white and on black.
+
+    A comma ends a line of the title, which may be wider than the cells.
+    """
 
     def draw() -> Drawing:
         texts = [{**row, "column": str(row["column"])} for row in rows]
@@ -72,7 +75,7 @@ def heat(
         width = min(18.0, (WIDTH - 60) / len(columns))
         height = min(16.0, max(4.0, 360 / len(down)))
         cells = chart(texts).mark_rect(color=HUE).encode(x=x, y=y, opacity=opacity)
-        return cells.properties(title=title, width=width * len(columns), height=height * len(down))
+        return cells.properties(title=title.split(", "), width=width * len(columns), height=height * len(down))
 
     return Figure(name, label, rows, draw, caption)
 

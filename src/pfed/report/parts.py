@@ -17,6 +17,7 @@ from pfed.result import Result
 
 SHARED, STAYS = "crosses", "stays at the client"
 LISTED = 8  # parts that a cell of the table names
+LETTERS = 14  # of a part's name above its block
 
 
 def parts(results: Sequence[Result]) -> list[Html | Sequence[Figure]]:
@@ -75,7 +76,7 @@ def _blocks(named: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
         scale = alt.Scale(domain=[SHARED, STAYS], range=[UP, DOWN])
         color = alt.Color("where:N").scale(scale).legend(legend(symbolType="square"))
         blocks = chart(rows).mark_bar().encode(x=x, x2="to:Q", y=y, color=color)
-        short = [{**row, "part": printable(_tail(row["part"]), 16)} for row in places]
+        short = [{**row, "part": printable(_tail(row["part"]), LETTERS)} for row in places]
         words = chart(short).mark_text(angle=270, align="left", fontSize=10, color=INK, baseline="middle")
         labels = words.encode(x=alt.X("middle:Q"), y=alt.value(-4), text="part:N")
         return (blocks + labels).properties(width=WIDTH - 40, height=20 * len(named))
@@ -86,8 +87,14 @@ def _blocks(named: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
 
 
 def _tail(part: str) -> str:
-    """The end of a dotted name tells parts apart."""
-    return part if len(part) <= 16 else f"…{part[-15:]}"
+    """The end of a dotted name tells parts apart.
+
+    >>> _tail("heads.personal_head")
+    'personal_head'
+    """
+    while len(part) > LETTERS and "." in part:
+        part = part.partition(".")[2]
+    return part
 
 
 def _words(rows: Sequence[Row]) -> list[str]:

@@ -173,7 +173,9 @@ def _traffic(group: Sequence[Result], methods: Sequence[str]) -> list[Html | Seq
     rows = numbers.traffic(group)
     if not any(row["up"] or row["down"] for row in rows):
         return [tag("p", "Nothing was sent."), *parts(group)]
-    captions = {"up": "From the clients, all together, in each round.", "down": "To the clients."}
+    end = max(row["round"] for row in rows) > max(result.config.get("rounds", 0) for result in group)
+    last = " A round after the last is what a method does at the end." if end else ""
+    captions = {"up": f"From the clients, all together, in each round.{last}", "down": "To the clients."}
     return [[charts.traffic(rows, way, methods, caption) for way, caption in captions.items()], *parts(group)]
 
 
@@ -184,7 +186,9 @@ def _clients(group: Sequence[Result]) -> list[Html | Sequence[Figure]]:
     sizes = sorted(row["train"] for row in first.clients)
     if not any(sizes):
         return [tag("p", "The clients have not told how many samples they have.")]
-    size = f"A client trains on {sizes[0]:,} to {sizes[-1]:,} samples, {sizes[len(sizes) // 2]:,} in the middle."
+    size = f"Every client trains on {sizes[0]:,} samples."
+    if sizes[0] < sizes[-1]:
+        size = f"A client trains on {sizes[0]:,} to {sizes[-1]:,} samples, {sizes[len(sizes) // 2]:,} in the middle."
     drawn = [charts.sizes(sizes, size)] if len(sizes) > 1 else []
     if not any(map(sum, counts)):
         return [drawn or tag("p", size)]

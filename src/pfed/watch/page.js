@@ -89,11 +89,22 @@ function say(text) {
   at("said").textContent = text;
 }
 
-// While nobody chooses, the runs that go on are selected and stay so; where none did, the newest.
+// Runs that one which goes on is to be compared with: its settings under other methods and seeds, the newest of each.
+function kin(run, sorted) {
+  const seen = new Set([run.about]);
+  const fits = ({ setting, state, about }) =>
+    setting === run.setting && state === "complete" && !seen.has(about) && seen.add(about);
+  return sorted.filter(fits);
+}
+
+// While nobody chooses, the runs that go on are selected, with their kin, and stay so; where none did, the newest.
 function follow() {
   if (!at("follow").checked) return;
   const sorted = order();
-  for (const run of sorted) if (run.state === "running") followed.add(run.run);
+  for (const run of sorted) {
+    if (run.state !== "running" || followed.has(run.run)) continue;
+    for (const { run: name } of [run, ...kin(run, sorted)]) followed.add(name);
+  }
   const these = followed.size ? sorted.filter((run) => followed.has(run.run)) : sorted.slice(0, 1);
   chosen.clear();
   for (const run of these.slice(0, MOST)) chosen.add(run.run);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import sqlite3
 import threading
@@ -16,7 +18,7 @@ from pfed.database import JOURNAL
 from pfed.errors import RunError, UserError, unknown
 from pfed.record import RECORD, Record
 from pfed.result import MAIN, SCORES
-from pfed.store import STOP
+from pfed.store import STOP, WAYS
 from pfed.tables import bytes_text, duration_text, percent
 
 FILES = (RECORD, f"{RECORD}-wal", JOURNAL)  # the journal is written first, so it alone would be seen too early
@@ -96,6 +98,7 @@ class Run:
         return {
             "run": name(self.folder),
             "about": _about(facts),
+            "setting": _setting(config),
             "created": facts.get("created") or 0,
             "state": state,
             "stopping": going and (self.folder / STOP).exists(),
@@ -170,6 +173,13 @@ def _about(facts: dict[str, Any]) -> str:
     seed = facts.get("seed")
     words = [facts.get("method"), facts.get("data"), None if seed is None else f"seed {seed}"]
     return ", ".join(str(word) for word in words if word is not None)
+
+
+def _setting(config: dict[str, Any]) -> str:
+    """The same for runs that differ in method and seed at most, and in what changes no result."""
+    apart = {"method", "seed", "hyper", "local", *WAYS}
+    kept = json.dumps({name: value for name, value in config.items() if name not in apart}, sort_keys=True)
+    return hashlib.sha256(kept.encode()).hexdigest()[:16]
 
 
 def _seconds(seconds: float) -> str:
