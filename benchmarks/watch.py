@@ -138,8 +138,8 @@ def main() -> None:
             pair = [[turn[place] for turn in turns] for turns in (watching, alone)]
             whole = sum(pair[0]) / sum(pair[1])
             print(f"{what} of a run that is watched / alone: {ratios(*pair)}, in all {whole:.3f}")
-        shares = [turn[2] / turn[0] for turn in watching]
-        print(f"CPU of the watch meanwhile: {100 * statistics.median(shares):.1f} % of a core")
+        share = sum(turn[2] for turn in watching) / sum(turn[0] for turn in watching)
+        print(f"CPU of the watch meanwhile: {100 * share:.1f} % of a core")
         many, (first,) = Path(folder, "many"), runs.iterdir()
         for number in range(arguments.runs):
             shutil.copytree(first, many / f"run-{number}")

@@ -157,11 +157,12 @@ def _clients(method: str, panel: Panel, logs: Mapping[str, Log], run: Result) ->
         if client in few and t in kept
     ]
     some = f" The {len(few)} of {len(ids):,} clients with the largest." if len(few) < len(ids) else ""
+    some += " Empty: not chosen in that round." if len(cells) < len(few) * len(kept) else ""
     top = ", ".join(f"{names[client]} {mean:.2f}" for mean, client in ranked[:3])
     caption = f"{panel.note}{some} Largest in the mean over rounds: {top}. Seed {run.seed}.".strip()
     label = f"{method}: {panel.title}, by client and round"
     order = [names[client] for client in few]
-    yield panels.heat(slug(method, panel.title), label, panel.title, cells, order, kept, "round", caption)
+    yield panels.heat(slug(method, panel.title), label, panel.title, cells, order, kept, ("client", "round"), caption)
 
 
 def _groups(method: str, panel: Panel, logs: Mapping[str, Log], run: Result) -> Iterator[Figure]:
@@ -188,7 +189,9 @@ def _groups(method: str, panel: Panel, logs: Mapping[str, Log], run: Result) -> 
     title, what = f"{panel.title}, at the end", f"{method}: {panel.title} by group"
     columns = [names[client] for client in clients]
     caption = f"Means over clients: {said}{', …' if len(order) > 8 else ''}.{some} Seed {run.seed}."
-    yield panels.heat(slug(method, title), f"{what} and client", title, cells, order, columns, "client", caption)
+    yield panels.heat(
+        slug(method, title), f"{what} and client", title, cells, order, columns, ("group", "client"), caption
+    )
     means = [
         {"row": label, "column": row["round"], "value": row["mean"]}
         for label in order
@@ -197,7 +200,9 @@ def _groups(method: str, panel: Panel, logs: Mapping[str, Log], run: Result) -> 
     rounds = sorted({row["column"] for row in means})
     caption = f"Mean over the clients. Seed {run.seed}."
     title = f"{panel.title}, by round"
-    yield panels.heat(slug(method, title), f"{what} and round", title, means, order, rounds, "round", caption)
+    yield panels.heat(
+        slug(method, title), f"{what} and round", title, means, order, rounds, ("group", "round"), caption
+    )
 
 
 def _key(label: str) -> list[tuple[int, str]]:

@@ -44,12 +44,12 @@ def heat(
     rows: Sequence[Row],
     down: Sequence[str],
     across: Sequence[Any],
-    what: str,
+    what: tuple[str, str],
     caption: str,
 ) -> Figure:
     """Rows and columns in the given order, values as opacity of one hue, which reads on white and on black.
 
-    A comma ends a line of the title, which may be wider than the cells.
+    `what` is in each row and column. A comma ends a line of the title, which may be wider than the cells.
     """
 
     def draw() -> Drawing:
@@ -59,10 +59,14 @@ def heat(
         bare: dict[str, Any] = {"ticks": False, "domain": False, "labels": False}
         y_axis = named if len(down) <= NAMES else bare
         x_axis = {**named, "labelAngle": 0 if max(map(len, columns)) <= 2 else -90, "labelLimit": 70}
-        x_title = what if len(columns) <= NAMES else f"{len(columns)} {what}s"
-        x = alt.X("column:N").sort(columns).title(x_title).axis(**(x_axis if len(columns) <= NAMES else bare))
+        x_title = what[1]
+        if what[1] == "round":
+            x_axis |= {"labelAngle": 0, "values": [columns[i] for i in thinned(range(len(columns)), 6)]}
+        elif len(columns) > NAMES:
+            x_axis, x_title = bare, f"{len(columns)} {what[1]}s"
+        x = alt.X("column:N").sort(columns).title(x_title).axis(**x_axis)
         y = alt.Y("row:N").sort([printable(row) for row in down])
-        y = y.title(None if len(down) <= NAMES else f"{len(down)} rows").axis(**y_axis)
+        y = y.title(None if len(down) <= NAMES else f"{len(down)} {what[0]}s").axis(**y_axis)
         most = max(max(row["value"] for row in rows), 1e-9)
         shades: dict[str, Any] = {
             "symbolType": "square",

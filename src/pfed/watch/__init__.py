@@ -28,7 +28,7 @@ from pfed.watch.guard import LOOPBACK, WILD, Guard
 from pfed.watch.runs import Runs
 
 PORT = 8777
-NICE = 5  # runs go first
+NICE = 10  # runs go first
 CONNECTIONS = 64
 
 

@@ -25,7 +25,7 @@ from pfed.watch.runs import Runs
 
 EVERY = 1.0  # seconds between two looks at the files
 ALIVE = 15.0  # seconds after which a silent stream says that it is there
-SHARE = 0.1  # of the time, at most, reports are drawn that were drawn before: on a busy machine fewer
+SHARE = 0.05  # of the time, at most, reports are drawn that were drawn before: on a busy machine fewer
 LEAST, MOST = 2.0, 60.0  # seconds between two of them
 KEPT = 8  # reports
 MAIN = re.compile(rb"<main\b.*</main>", re.DOTALL)  # what the live page takes of a report: it has the style already
