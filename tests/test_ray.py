@@ -80,6 +80,27 @@ def remains(place: Path) -> tuple[list[Path], list[int]]:
     return sorted(place.glob("*ray*")), guard.marked(f"TMPDIR={place}")
 
 
+def test_a_process_whose_title_hides_its_mark_is_found_by_its_files(tmp_path: Path) -> None:
+    """Ray's agents overwrite the beginning of their environment; who merely reads a log is left alone."""
+    folder = tmp_path / "cluster"
+    (folder / "logs").mkdir(parents=True)
+    held = f"touch {folder}/ready-$0; exec -a $0 sleep 60 >> {folder}/logs/out"
+    agent, reader = (subprocess.Popen(["bash", "-c", held, title]) for title in ("ray::Agent", "tail"))
+    try:
+        while len(list(folder.glob("ready-*"))) < 2 or not all(
+            guard.holds(p.pid, str(folder)) for p in (agent, reader)
+        ):
+            time.sleep(0.02)
+        guard.sweep("PFED_RAY=nobody", str(folder))
+        assert agent.wait(10) == -signal.SIGKILL
+        assert reader.poll() is None
+        assert not folder.exists()
+    finally:
+        for process in (agent, reader):
+            process.kill()
+            process.wait()
+
+
 @dataclass(frozen=True)
 class Fragile(Ditto):
     """Ditto, the process of whose second client dies once in the midst of training. On no other machine's disk."""

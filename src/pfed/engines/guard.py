@@ -2,11 +2,13 @@
 
 Run as a process of its own: `python guard.py MARK FOLDER`. When its standard input ends or its parent is gone, it kills
 every process that has the mark in its environment, and deletes the folder. The kernel ends only the first of Ray's
-processes with their parent, and some of the others wait for a minute before they give up.
+processes with their parent, and some of the others wait for a minute before they give up. Those that give themselves a
+title write it over the beginning of their environment, perhaps over the mark: they are known by their open files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -17,25 +19,36 @@ from pathlib import Path
 
 BEAT = 1.0  # seconds between two looks at the parent
 LIMIT = 10.0  # seconds for processes to be gone
+TITLE = b"ray::"
 
 
-def marked(mark: str) -> list[int]:
-    """The processes with this mark in their environment."""
+def marked(mark: str, folder: str = "") -> list[int]:
+    """The processes with this mark in their environment, or with a title of Ray's and a file of this folder open."""
     found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and (pid := int(process.name)) != os.getpid():
             try:
-                if mark.encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
+                titled = folder and (process / "cmdline").read_bytes().startswith(TITLE)
+                if mark.encode() in (process / "environ").read_bytes() or (titled and holds(pid, folder)):
+                    found.append(pid)
             except OSError:  # gone, or another user's
                 continue
     return found
 
 
+def holds(pid: int, folder: str) -> bool:
+    """Whether a process has a file of this folder open."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(link).startswith(f"{folder}/"):
+                return True
+    return False
+
+
 def sweep(mark: str, folder: str) -> None:
     """Kill them all, and those that they start meanwhile."""
     end = time.monotonic() + LIMIT
-    while (found := marked(mark)) and time.monotonic() < end:
+    while (found := marked(mark, folder)) and time.monotonic() < end:
         for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)
