@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,9 @@ from result_helpers import EVIL, run
 from pfed import Experiment, Federation, embedding
 from pfed.engines.base import POOLED
 from pfed.report import panels
-from pfed.report.details import CELLS, LOGS, METRICS, details
+from pfed.report.details import CELLS, LOGS, METRICS, _clients, details
 from pfed.report.figures import Figure
-from pfed.result import Result
+from pfed.result import Log, Result
 
 
 def figures(*results: Result) -> dict[str, Figure]:
@@ -58,6 +59,23 @@ def test_loading_probabilities_are_by_group_and_client_and_by_round() -> None:
     assert "Means over clients: s9 0.25, s10 0.25, fc 0.25." in end.caption
     assert end.inline().index(">s9<") < end.inline().index(">s10<")
     assert rounds.draw().title == ["Chance to load the global group", "by round"]  # in one line it is cut off
+
+
+def test_of_many_rounds_a_few_are_named_and_who_was_away_is_told() -> None:
+    """Numbers of 30 columns side by side would lie over each other."""
+    names = [f"site {k}" for k in range(30)]
+    logs = {(k, "gamma"): [0.5] * 30 for k in range(30)}
+    (found,) = figures(run("fedcd", [[0.5] * 30] * 30, names=names, logs=logs)).values()
+    labels = re.findall(r">([^<>]+)</text>", found.inline())
+    rounds = [int(label) for label in labels if label.isdecimal() and label != "0"]
+    assert 2 < len(rounds) <= 6
+    assert rounds[-1] == 30
+    assert "30 clients" in labels
+    assert "took no part" not in found.caption
+    log = Log(np.array([1, 2, 2]), np.array([0, 0, 1]), np.array([0.5, 0.5, 0.5]))
+    (panel,) = (panel for panel in LOGS if panel.kind == "clients")
+    (found,) = _clients("fedcd", panel, {"gamma": log}, run("fedcd"))
+    assert "Empty: it took no part in that round." in found.caption
 
 
 def test_heat_maps_of_many_clients_stay_small() -> None:

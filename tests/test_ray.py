@@ -84,13 +84,13 @@ def test_a_process_whose_title_hides_its_mark_is_found_by_its_files(tmp_path: Pa
     """Ray's agents overwrite the beginning of their environment; who merely reads a log is left alone."""
     folder = tmp_path / "cluster"
     (folder / "logs").mkdir(parents=True)
-    held = f"touch {folder}/ready-$0; exec -a $0 sleep 60 >> {folder}/logs/out"
-    agent, reader = (subprocess.Popen(["bash", "-c", held, title]) for title in ("ray::Agent", "tail"))
+    held = 'exec -a $0 sleep 60 >> "$1/logs/out"'
+    agent, reader = (subprocess.Popen(["bash", "-c", held, title, folder]) for title in ("ray::Agent", "tail"))
     try:
-        while len(list(folder.glob("ready-*"))) < 2 or not all(
-            guard.holds(p.pid, str(folder)) for p in (agent, reader)
-        ):
-            time.sleep(0.02)
+        for process, title in ((agent, b"ray::Agent"), (reader, b"tail")):
+            while not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(title):
+                time.sleep(0.02)
+            assert guard.holds(process.pid, str(folder))
         guard.sweep("PFED_RAY=nobody", str(folder))
         assert agent.wait(10) == -signal.SIGKILL
         assert reader.poll() is None

@@ -89,6 +89,9 @@ def test_numbered_clients_are_others_under_every_seed():
     found = gains(Comparison(results))["fedavg"].values
     assert sorted(found) == ["client-0, seed 0", "client-0, seed 1", "client-1, seed 0", "client-1, seed 1"]
     assert sorted(gains(Comparison(results[:2]))["fedavg"].values) == ["client-0", "client-1"]
+    said = "Clients that are only numbered are others under each seed, and all of them are counted."
+    assert said in tell(*results).text
+    assert said not in tell(*results[:2]).text
 
 
 def test_gains_show_who_is_helped(usual):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -105,6 +106,13 @@ def test_clients_of_one_name_keep_a_row_each():
     assert show.distinct(["Oslo", "Rome", "Oslo", "Oslo"]) == ["Oslo", "Rome", "Oslo (2)", "Oslo (3)"]
     told = show.heat_map(["Oslo", "Oslo"], ["a", "b"], [[1, 2], [3, 4]], "boxes").to_dict()
     assert told["hconcat"][0]["encoding"]["y"]["scale"]["domain"] == ["Oslo", "Oslo (2)"]
+
+
+def test_the_largest_client_is_told_as_it_is():
+    """At the end of the bars: 418 is not 420."""
+    svg = io.StringIO()
+    show.heat_map(["Oslo", "Rome"], ["a", "b"], [[400, 18], [3, 4]], "samples").save(svg, format="svg")
+    assert ">418<" in svg.getvalue()
 
 
 def test_impossible_pictures_are_one_sentence(tmp_path):

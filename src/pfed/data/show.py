@@ -101,7 +101,7 @@ def heat_map(names: Sequence[str], classes: Sequence[str], counts: Counts, unit:
     opacity = alt.Opacity(f"{unit}:Q").scale(type="sqrt", domainMin=0, range=[0, 1]).legend(tickCount=4, **legend)
     map_ = chart(cells).mark_rect(color=HUE, tooltip=True).encode(x=x, y=y.axis(**y_axis), opacity=opacity)
     sizes = [{"client": row, unit: sum(line)} for row, line in zip(rows, counts, strict=True)]
-    total = alt.X(f"{unit}:Q").axis(values=[0, max(map(sum, counts))], format=".2~s", grid=False)
+    total = alt.X(f"{unit}:Q").axis(values=[0, max(map(sum, counts))], format=".3~s", grid=False)
     bars = chart(sizes).mark_bar(color="#888888").encode(x=total, y=y.axis(None))
     size: dict[str, Any] = {"height": height * len(rows)}
     return alt.hconcat(map_.properties(width=width * len(columns), **size), bars.properties(width=50, **size))

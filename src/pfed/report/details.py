@@ -157,7 +157,7 @@ def _clients(method: str, panel: Panel, logs: Mapping[str, Log], run: Result) ->
         if client in few and t in kept
     ]
     some = f" The {len(few)} of {len(ids):,} clients with the largest." if len(few) < len(ids) else ""
-    some += " Empty: not chosen in that round." if len(cells) < len(few) * len(kept) else ""
+    some += " Empty: it took no part in that round." if len(cells) < len(few) * len(kept) else ""
     top = ", ".join(f"{names[client]} {mean:.2f}" for mean, client in ranked[:3])
     caption = f"{panel.note}{some} Largest in the mean over rounds: {top}. Seed {run.seed}.".strip()
     label = f"{method}: {panel.title}, by client and round"

@@ -36,6 +36,7 @@ class Gains:
     intervals: dict[str, Interval] = field(default_factory=dict)
     overall: Interval | None = None  # of the mean over clients
     why: str = ""  # there are no intervals
+    apart: bool = False  # whether clients that are only numbered stand once for each seed
 
     def summary(self) -> dict[str, float]:
         """Mean, worst and best decile."""
@@ -66,6 +67,7 @@ def gains(comparison: Comparison) -> dict[str, Gains]:
         values: dict[str, list[float]] = {}
         differences: dict[str, list[Array]] = {}
         reasons: dict[str, None] = {}
+        apart = False
         for run in runs:
             gained = comparison.gain(run) or {}
             seen = _differences(run, comparison.alone(run))
@@ -77,13 +79,14 @@ def gains(comparison: Comparison) -> dict[str, Gains]:
                 if client not in gained:
                     continue
                 if several and re.fullmatch(r"client-\d+", name):
-                    name = f"{name}, seed {run.seed}"
+                    name, apart = f"{name}, seed {run.seed}", True
                 values.setdefault(name, []).append(100 * gained[client])
                 if client in known:
                     differences.setdefault(name, []).append(known[client])
         if values:
             mean = {name: float(np.mean(given)) for name, given in values.items()}
-            found[method] = Gains(mean, *_intervals(mean, {} if reasons else differences), " ".join(reasons))
+            intervals = _intervals(mean, {} if reasons else differences)
+            found[method] = Gains(mean, *intervals, " ".join(reasons), apart)
     return found
 
 

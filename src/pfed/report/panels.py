@@ -60,7 +60,7 @@ def heat(
         y_axis = named if len(down) <= NAMES else bare
         x_axis = {**named, "labelAngle": 0 if max(map(len, columns)) <= 2 else -90, "labelLimit": 70}
         x_title = what[1]
-        if what[1] == "round":
+        if isinstance(across[0], int):  # of numbers a few tell the others
             x_axis |= {"labelAngle": 0, "values": [columns[i] for i in thinned(range(len(columns)), 6)]}
         elif len(columns) > NAMES:
             x_axis, x_title = bare, f"{len(columns)} {what[1]}s"

@@ -61,7 +61,7 @@ def _gains(comparison: Comparison) -> list[Html | Sequence[Figure]]:
         return [_no_local(comparison)]
     score = title(comparison.results[0].score)
     note = f"{score} minus that of training alone, in points of percent, for each client. One scale for all methods."
-    if any(", seed " in name for each in found.values() for name in each.values):
+    if any(each.apart for each in found.values()):
         note += " Clients that are only numbered are others under each seed, and all of them are counted."
     reasons = dict.fromkeys(each.why for each in found.values() if each.why)
     return [
