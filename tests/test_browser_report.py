@@ -185,5 +185,8 @@ def test_it_prints_with_the_static_table(open_page: Open, tmp_path: Path) -> Non
     assert not page.locator(".slider").is_visible()
     assert not page.locator(".filter").first.is_visible()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.set_viewport_size({"width": 703, "height": 1000})  # A4 without its margins, in CSS's pixels
+    one, two = page.locator('figure:has(svg[aria-label^="Mean accuracy by"])').all()
+    assert one.bounding_box()["y"] == two.bounding_box()["y"], "two charts side by side"
     printed = page.pdf(path=tmp_path / "report.pdf", format="A4")
     assert printed.startswith(b"%PDF")
