@@ -130,11 +130,16 @@ def test_a_site_makes_its_own_key_and_only_a_request_leaves_it(
     code, told, _ = pfed(capsys, "deploy", "sign", request)
     assert code == 0
     mark = told.splitlines()[-1]
-    code, _, error = pfed(capsys, "deploy", "kit", "zoe.signed.zip", "--fingerprint", mark.replace(mark[-5:], "00:00"))
+    for wrong in (mark.replace(mark[-5:], "00:00"), "SHA256:00", ""):
+        code, _, error = pfed(capsys, "deploy", "kit", "zoe.signed.zip", f"--fingerprint={wrong}")
+        assert code == 2
+        assert f"must be the one told. Got {wrong!r}." in error
+        assert not (tmp_path / "zoe").exists()
+    code, _, error = pfed(capsys, "deploy", "kit", "federation/federation.json", "--fingerprint", mark)
     assert code == 2
-    assert "fingerprint" in error.lower()
-    assert not (tmp_path / "zoe").exists()
-    assert pfed(capsys, "deploy", "kit", "zoe.signed.zip", "--fingerprint", mark)[0] == 0
+    assert "is no signed answer" in error
+    told = mark.removeprefix("SHA256:").lower()
+    assert pfed(capsys, "deploy", "kit", "zoe.signed.zip", "--fingerprint", told)[0] == 0
     assert (tmp_path / "zoe" / "startup" / "client.key").exists()
     assert json.loads((tmp_path / "federation" / "federation.json").read_text())["sites"] == ["zoe"]
     target = json.loads((tmp_path / "zoe" / "startup" / "fed_client.json").read_text())["servers"][0]["service"]

@@ -124,10 +124,11 @@ class Conductor:
 
     def _begin(self, opened: Store, job: dict[str, Any], here: list[str]) -> dict[str, dict[str, Any]]:
         """What the sites that take part say when they begin."""
-        if job["privacy"]:  # what it can't cover is said here; of a site's errors no text would come
+        first = opened.record.last_round() == 0
+        if first:  # what does not go together is said here; of a site's errors no text would come
             manifest.make(job, job["sites"][0], Facts.of(job["facts"]), self._public())
         begun = self._everybody({"kind": "begin", "job": job}, DEADLINE, here)
-        if opened.record.last_round() == 0:
+        if first:
             _check_approved(begun)
         unfit = {site: _no_beginning(told, job, site) for site, told in begun.items()}
         self._leave_out(opened, unfit)

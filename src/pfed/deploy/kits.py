@@ -102,6 +102,7 @@ def package(signed: Path, request: Path, kit: Path, expected: str | None = None)
     check_installed()
     if kit.exists() and any(kit.iterdir()):
         raise UserError(f"The folder {str(kit)!r} must be empty or new.")
+    expected = None if expected is None else _expected(signed, expected)
     kit.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kit.parent) as work:
         words = {"input": str(signed), "workspace": work, "request_dir": str(request), "expected_fingerprint": expected}
@@ -110,12 +111,23 @@ def package(signed: Path, request: Path, kit: Path, expected: str | None = None)
         shutil.copytree(made.parent, kit, dirs_exist_ok=True)
 
 
-def fingerprint(certificate: Path) -> str:
+def fingerprint(certificate: Path | zipfile.Path) -> str:
     """What two people compare by telephone."""
     from cryptography import x509
     from nvflare.tool.cert.fingerprint import cert_fingerprint_sha256
 
     return str(cert_fingerprint_sha256(x509.load_pem_x509_certificate(certificate.read_bytes())))
+
+
+def _expected(signed: Path, told: str) -> str:
+    """The fingerprint of the root certificate in a signed answer, if it is the one that was told."""
+    try:
+        found = fingerprint(zipfile.Path(signed) / "rootCA.pem")
+    except (OSError, ValueError, zipfile.BadZipFile):
+        raise UserError(f"{str(signed)!r} is no signed answer; 'pfed deploy sign' makes one.") from None
+    if told.upper().removeprefix("SHA256:").replace(":", "") != found.removeprefix("SHA256:").replace(":", ""):
+        raise UserError(f"The fingerprint of the root certificate in {signed.name} must be the one told. Got {told!r}.")
+    return found
 
 
 def about(folder: Path) -> dict[str, Any]:
