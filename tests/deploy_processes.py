@@ -92,3 +92,10 @@ def _command(pid: int) -> str:
 def rounds(run: Path) -> int:
     """How many rounds a run has done; -1 before the first."""
     return jobs._round(run)
+
+
+def show(result: Result) -> None:
+    """What the record says of faults; `pytest -rP` prints it."""
+    for event in result.events:
+        who = "" if event["client"] is None else f" client {event['client']}"
+        print(f"seen: round {event['round']}{who}: {event['kind']}: {event['text']}")

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("nvflare", reason="needs NVFlare: install pfed[deploy]")
 
 from deploy_helpers import write_data
-from deploy_processes import Federation, until
+from deploy_processes import Federation, show, until
 
 from pfed.deploy import jobs, kits, parents
 
@@ -304,6 +304,7 @@ def test_a_site_that_sends_rubbish_or_nothing_fails_alone(tmp_path: Path, monkey
         result = made.run(config)
     finally:
         made.stop()
+    show(result)
     assert made.left() == []
     assert result.state == "complete"
     assert {event["client"] for event in result.events} == {1}

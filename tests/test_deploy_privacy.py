@@ -24,7 +24,6 @@ from deploy_helpers import (
     make_kit,
     make_server,
     near,
-    plan,
     planned,
     root,
     simulate,
@@ -32,7 +31,6 @@ from deploy_helpers import (
 
 from pfed import Tensors
 from pfed.deploy import manifest, message, site, worker
-from pfed.deploy.controller import Conductor
 from pfed.errors import RunError, UserError
 
 __all__ = ["data", "root"]  # fixtures

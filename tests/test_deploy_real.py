@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("nvflare", reason="needs NVFlare: install pfed[deploy]")
 
 from deploy_helpers import NAMES, left_behind, same, simulate, write_data
-from deploy_processes import Federation, rounds, until
+from deploy_processes import Federation, rounds, show, until
 from test_deploy_sites import METHODS
 
 from pfed import cli
@@ -60,6 +60,7 @@ def test_a_worker_that_is_killed_in_mid_step_costs_nothing(federation: Federatio
     until(lambda: rounds(run) >= 2, "two rounds")
     federation.kill("bonn", "pfed.deploy.worker")
     result = done.result()
+    show(result)
     assert [row["participants"] for row in result.rounds if row["round"]] == [3] * 8
     assert any("bonn: its process died in round" in event["text"] for event in result.events)
     check_equal(federation, run, LONG)
@@ -78,6 +79,7 @@ def test_a_site_that_is_killed_and_started_again_takes_part_within_two_rounds(fe
     until(lambda: parents.joined(federation.folder / "oslo"), "its return")
     back = rounds(run)
     result = done.result()
+    show(result)
     lost = [event["round"] for event in result.events if event["client"] == 2]
     assert gone < min(lost)
     assert max(lost) <= back + 2
@@ -96,7 +98,9 @@ def test_a_server_that_is_killed_and_started_again_goes_on_bit_for_bit(federatio
     until(lambda: not parents.running(federation.folder / "server"), "its end")
     federation.start_server()
     result = done.result()
+    show(result)
     assert result.state == "complete"
+    assert any(event["text"].startswith(jobs.LOST) for event in result.events)
     assert [row["participants"] for row in result.rounds if row["round"]] == [3] * 8
     check_equal(federation, run, LONG)
 

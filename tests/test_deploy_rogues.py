@@ -261,6 +261,17 @@ def test_how_an_earlier_job_ended_is_not_told_of_the_next(root: Path, monkeypatc
         jobs.follow(root, folder, print)
     assert given[0]["here"] == list(NAMES)
     assert before <= given[0]["sent"] <= time.time()
+    assert jobs._events(folder, "note") == []
+
+
+def test_a_server_that_ended_in_mid_run_is_in_the_record(root: Path) -> None:
+    folder = root / "runs" / plan(root, FEDREP)
+    for state in ("stopped", "failed", "running"):
+        with contextlib.closing(store.Store(folder)) as opened:
+            opened.record.set(state=state)
+        jobs._forget_end(folder)
+    assert jobs._events(folder, "note") == [f"{jobs.LOST}: the run goes on from its last checkpoint"]
+    assert jobs._read(folder, "state") == "stopped"
 
 
 def test_the_job_of_a_run_is_found_by_its_whole_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ def add(deploy: argparse.ArgumentParser, add_run_options: Callable[[argparse.Arg
     approve.add_argument("--kit", metavar="KIT", help="the site's kit [where the manifest lies]")
     approve.add_argument("--show", action="store_true", help="only read")
     one = command("run", "run a method on all sites", _run)
+    one.usage = "pfed deploy run METHOD|FILE.toml|--resume RUN [OPTION…]"
     one.add_argument("what", metavar="METHOD|FILE.toml", nargs="?", help="as in 'pfed run'")
     one.add_argument("--resume", metavar="RUN", help="go on with a run instead")
     one.add_argument("--records", action="store_true", help="ask for what methods log too")
@@ -249,6 +250,8 @@ def _run(arguments: argparse.Namespace) -> None:
     result = jobs.follow(folder, run, lambda text: None if arguments.json else print(text, flush=True))
     arguments.runs = os.path.relpath(runs)
     commands.finish(result, arguments)
+    if not arguments.json and (cost := privacy.cost(result, jobs.rule(run))):
+        print(cost)
 
 
 def _rule(arguments: argparse.Namespace) -> dict[str, float] | None:
@@ -294,7 +297,7 @@ def _stop(arguments: argparse.Namespace) -> None:
     place = Path(arguments.folder)
     if not (place / kits.ABOUT).exists():
         kits.site_name(place)
-        print(f"{parents.stop(place)} processes ended.")
+        _ended(parents.stop(place))
         return
     server = place / "server"
     if parents.running(server):
@@ -302,7 +305,11 @@ def _stop(arguments: argparse.Namespace) -> None:
         with contextlib.suppress(RunError):
             jobs.abort_all(place)
     sites = [place / site for site in kits.about(place)["sites"] if (place / site).exists()]
-    print(f"{sum(map(parents.stop, [*sites, server]))} processes ended.")
+    _ended(sum(map(parents.stop, [*sites, server])))
+
+
+def _ended(count: int) -> None:
+    print("1 process ended." if count == 1 else f"{count} processes ended.")
 
 
 def _whole(name: str, text: str) -> int:

@@ -21,6 +21,7 @@ from pfed.result import Result
 POLL = 0.5  # seconds
 PATIENCE = 60.0  # seconds to wait for a server, and for sites
 IDLE = 3  # jobs in a row that may end without a new round
+LOST = "the server was lost in mid-run"
 STOPPED = "stopped"  # a file in the server's kit: somebody has asked for an end
 Tell = Callable[[str], None]
 T = TypeVar("T")
@@ -71,7 +72,7 @@ def follow(folder: Path, run: Path, tell: Tell) -> Result:
         if (folder / "server" / STOPPED).exists() or len(_events(run, "stopped")) > len(asked):
             raise KeyboardInterrupt(f"Stopped after round {_round(run)}; go on with --resume {run.name}.")
         idle, done = (0, _round(run)) if _round(run) > done else (idle + 1, done)
-        tell(f"{run.name}: goes on after round {_round(run)}{_why(run)}")
+        tell(f"{run.name}: goes on after round {_round(run)}{_why(run, state)}")
     raise RunError(f"Run {run.name!r} ended {IDLE} times without a new round; see the server's log.")
 
 
@@ -187,8 +188,10 @@ def _at_work(admin: Any, run: Path) -> str | None:
 
 
 def _forget_end(run: Path) -> None:
-    """How the last job of a run ended is not how the next one does."""
+    """How the last job of a run ended is not how the next one does; of one that ended in mid-run the record tells."""
     with contextlib.closing(Record(run / RECORD)) as record:
+        if record.get("state") == "running":
+            record.event(record.last_round(), "note", f"{LOST}: the run goes on from its last checkpoint")
         record.set(state="stopped")
 
 
@@ -211,6 +214,11 @@ def _watch(admin: Any, number: str, run: Path, tell: Tell) -> None:
                 admin.abort_job(number)
             return
         time.sleep(POLL)
+
+
+def rule(run: Path) -> dict[str, float] | None:
+    """What a run asks of differential privacy."""
+    return (_read(run, "job") or {}).get("privacy")
 
 
 def _read(run: Path, fact: str) -> Any:
@@ -239,8 +247,9 @@ def _look(run: Path, read: Callable[[Record], T], otherwise: T) -> T:
     return otherwise
 
 
-def _why(run: Path) -> str:
-    said = _events(run, "paused")
+def _why(run: Path, state: str) -> str:
+    """What has ended a run's last job, as far as it is known."""
+    said = [LOST] if state == "running" else _events(run, "paused")
     return f": {said[-1]}" if said else ""
 
 

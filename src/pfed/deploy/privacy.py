@@ -23,6 +23,7 @@ from torch import Tensor
 from pfed import wire
 from pfed.deploy import Refused
 from pfed.errors import UserError
+from pfed.result import Result
 from pfed.tensors import Tensors
 from pfed.wire import Payload
 
@@ -79,6 +80,17 @@ def promise(rule: Rule | None, calls: Mapping[str, Any], rounds: int) -> dict[st
 def _coverable(value: Mapping[str, Any]) -> bool:
     forms = value["names"].values() if value["kind"] == "tensors" else [value.get("form", [value["kind"]])]
     return all("float" in form[0] or form[0] == "nothing" for form in forms)
+
+
+def cost(result: Result, rule: Rule | None) -> str:
+    """What the sites have told of the cost of their updates, for who runs the server."""
+    told = sorted((client, value) for _, client, name, value in (result.logs if rule else []) if name == "epsilon")
+    if rule is None or not told:
+        return ""
+    most = dict(told)  # it only grows
+    names = [str(row["name"]) for row in result.clients]
+    each = ", ".join(f"{names[client]} {value:.4g}" for client, value in most.items())
+    return f"epsilon at delta {rule['delta']:g}, over all runs of a site: {each}"
 
 
 def text(promised: Mapping[str, Any]) -> str:
