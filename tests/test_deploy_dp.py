@@ -107,9 +107,9 @@ def test_a_run_tells_what_it_has_cost(root: Path) -> None:
     assert spent(result)[2, 2] == pytest.approx(privacy.epsilon({2.0: 2}, DELTA))
     told = f"{privacy.epsilon({2.0: 2}, DELTA):.4g}"
     line = f"epsilon at delta {DELTA:g}, over all runs of a site: alba {told}, bonn {told}, oslo {told}"
-    assert privacy.cost(result, RULE) == line
-    assert privacy.cost(result, None) == ""
+    assert privacy.cost(result, DELTA) == line
     plain = conduct(root, link, FEDREP)
+    assert privacy.cost(plain, DELTA).endswith("of a site: no update has left")
     assert plain.series != result.series
     assert not math.isnan(plain.metrics["personal/local-test"])
 

@@ -250,8 +250,8 @@ def _run(arguments: argparse.Namespace) -> None:
     result = jobs.follow(folder, run, lambda text: None if arguments.json else print(text, flush=True))
     arguments.runs = os.path.relpath(runs)
     commands.finish(result, arguments)
-    if not arguments.json and (cost := privacy.cost(result, jobs.rule(run))):
-        print(cost)
+    if (rule := jobs.rule(run)) and not arguments.json:
+        print(privacy.cost(result, rule["delta"]))
 
 
 def _rule(arguments: argparse.Namespace) -> dict[str, float] | None:

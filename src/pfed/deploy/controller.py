@@ -87,9 +87,9 @@ class Conductor:
         """Ask the sites what they have, tell them what is planned, and learn what they will send."""
         with contextlib.closing(Store(self._folder)) as opened:
             job, common, here = self._describe(opened)
+            experiment = Remote(job["config"], remote.federation(job["sites"], common, self._public()))
+            experiment.runner()  # models that do not go with the method: of a site's errors no text would come
             begun = self._begin(opened, job, here)
-        federation = remote.federation(job["sites"], common, self._public())
-        experiment = Remote(job["config"], federation)
         clients = {site: client for client, site in enumerate(job["sites"])}
         experiment.sizes = {
             clients[site]: (told["sizes"].get("train", 0), told["sizes"].get("test", 0)) for site, told in begun.items()
@@ -124,11 +124,10 @@ class Conductor:
 
     def _begin(self, opened: Store, job: dict[str, Any], here: list[str]) -> dict[str, dict[str, Any]]:
         """What the sites that take part say when they begin."""
-        first = opened.record.last_round() == 0
-        if first:  # what does not go together is said here; of a site's errors no text would come
+        if job["privacy"]:  # what it can't cover is said here, too
             manifest.make(job, job["sites"][0], Facts.of(job["facts"]), self._public())
         begun = self._everybody({"kind": "begin", "job": job}, DEADLINE, here)
-        if first:
+        if opened.record.last_round() == 0:
             _check_approved(begun)
         unfit = {site: _no_beginning(told, job, site) for site, told in begun.items()}
         self._leave_out(opened, unfit)

@@ -82,15 +82,12 @@ def _coverable(value: Mapping[str, Any]) -> bool:
     return all("float" in form[0] or form[0] == "nothing" for form in forms)
 
 
-def cost(result: Result, rule: Rule | None) -> str:
+def cost(result: Result, delta: float) -> str:
     """What the sites have told of the cost of their updates, for who runs the server."""
-    told = sorted((client, value) for _, client, name, value in (result.logs if rule else []) if name == "epsilon")
-    if rule is None or not told:
-        return ""
-    most = dict(told)  # it only grows
+    told = sorted((client, value) for _, client, name, value in result.logs if name == "epsilon")
     names = [str(row["name"]) for row in result.clients]
-    each = ", ".join(f"{names[client]} {value:.4g}" for client, value in most.items())
-    return f"epsilon at delta {rule['delta']:g}, over all runs of a site: {each}"
+    each = ", ".join(f"{names[client]} {value:.4g}" for client, value in dict(told).items())  # it only grows
+    return f"epsilon at delta {delta:g}, over all runs of a site: {each or 'no update has left'}"
 
 
 def text(promised: Mapping[str, Any]) -> str:
