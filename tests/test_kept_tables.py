@@ -43,6 +43,6 @@ def test_the_page_has_its_figures_and_its_command(name: str, again: Path) -> Non
     assert f"({name}/table.md)" in page
 
 
-def test_every_table_has_a_verdict() -> None:
+def test_every_table_is_named_on_the_page() -> None:
     page = (RESULTS / "README.md").read_text()
     assert [name for name in paper.names() if f"`{name}`" not in page] == []
