@@ -33,9 +33,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @pytest.mark.parametrize("model", [mlp, NOISY], ids=["mlp", "dropout+bn"])
 @pytest.mark.parametrize("keep", [False, True], ids=["fresh", "kept"])
-def test_without_distillation_it_is_fedrep(model: Any, keep: bool) -> None:
+@pytest.mark.parametrize("norm", ["eval", "train"])
+def test_without_distillation_it_is_fedrep(model: Any, keep: bool, norm: str) -> None:
     """Invariant 1: lam = 0. Server, states, personal models, messages and metrics are those of FedRep."""
-    hyper = {"head_epochs": 2, "body_epochs": 2}
+    hyper = {"head_epochs": 2, "body_epochs": 2, "head_phase_bn": norm}
     bsd = go({**hyper, "lam": 0.0}, model, keep_optimizer=keep)
     settings = {"rounds": 3, "fraction": 0.5, "local": LOCAL, "eval_every": 0, "keep_optimizer": keep}
     rep = run("fedrep", DATA, model, hyper=hyper, **settings)

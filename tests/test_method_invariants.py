@@ -285,6 +285,15 @@ def test_fedrep_without_body_epochs_keeps_the_body() -> None:
     assert not any(same(done.personal[client].only(HEAD), start.only(HEAD)) for client in done.states)
 
 
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_fedrep_batchnorm_while_the_head_trains(mode: str) -> None:
+    """In train mode the head is fitted to features as each batch normalises them, and running statistics move."""
+    done, start = go("fedrep", {"head_epochs": 2, "body_epochs": 0, "head_phase_bn": mode}), initial(NOISY)
+    stats = ALL & anatomy.STATS.names(Residual())
+    assert_same(done.server["body"].drop(stats), start.only(ALL - HEAD - stats))
+    assert {same(done.server["body"][name], start[name]) for name in stats} == {mode == "eval"}
+
+
 class Counting(nn.Module):
     """An MLP that counts the samples that pass its body."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -26,11 +27,12 @@ class FedRep(Method):
     >>> result = Experiment("fedrep", clients=4, rounds=1, hyper={"head_epochs": 2}).run()
 
     Deviations from the paper: a fresh optimiser for each of the two phases (the authors' code has one for both);
-    while the head trains, a body with BatchNorm is in eval mode.
+    while the head trains, a body with BatchNorm is in eval mode (theirs leaves it in train mode: `head_phase_bn`).
     """
 
     head_epochs: int = option(10, "epochs on the head", ge=0, tries=(1, 5, 10))
     body_epochs: int = option(1, "epochs on the body", ge=0)
+    head_phase_bn: Literal["eval", "train"] = option("eval", "BatchNorm of the body while the head trains")
     agg: Aggregation = "uniform"
     tasks = ANY_TASK
 
@@ -46,7 +48,7 @@ class FedRep(Method):
     @step
     def update(self, client: Client, body: Tensors) -> Payload:
         model = client.model(body)
-        client.fit(model, epochs=self.head_epochs, only=HEAD, stream="head")
+        client.fit(model, epochs=self.head_epochs, only=HEAD, frozen=self.head_phase_bn, stream="head")
         client.fit(model, epochs=self.body_epochs, only=BACKBONE)
         client.keep(model, HEAD)
         return {"body": client.share(model, BACKBONE)}
