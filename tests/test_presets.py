@@ -119,9 +119,22 @@ def test_a_comparison_gives_each_method_its_own(file: Path) -> None:
     assert (changed["local"]["lr"], changed["local"]["batch_size"], changed["rounds"]) == (0.1, 7, 0)
 
 
+def test_a_method_with_a_run_of_its_own_does_not_take_over_another_division(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text("[run]\nclients = 3\nrounds = 0\n[methods.fedper]\nrun = { clients = 4, bn = 'local-all' }\n")
+    fedavg, fedper, tuned = (
+        result.config for result in compare(["fedavg", "fedper", "fedper+ft"], preset=file).results
+    )
+    assert [(c["clients"], c["bn"]) for c in (fedavg, fedper, tuned)] == [(3, "share"), *[(4, "local-all")] * 2]
+    assert [len(r.clients) for r in compare(["fedavg", "fedper"], preset=file).results] == [3, 4]
+
+
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     run = {"data": "digits", "fraction": 0.5, "balance_cap": True, "local": {"lr": 0.1}}
-    methods = {"fedavg+ft": {"hyper": {"ft_epochs": 3}}, "lg-fedavg": {"local": {"lr": 1e-05}, "hyper": {"shared": 1}}}
+    methods = {
+        "fedavg+ft": {"run": {"bn": "share"}, "hyper": {"ft_epochs": 3}},
+        "lg-fedavg": {"local": {"lr": 1e-05}, "hyper": {"shared": 1}},
+    }
     presets.save(Preset('Says "so": ü', run, methods), tmp_path / "a" / "b.toml")
     read = presets.load(tmp_path / "a" / "b.toml")
     assert (read.about, read.run, read.methods) == ('Says "so": ü', run, methods)
@@ -145,7 +158,7 @@ def test_a_preset_that_is_not_there(name: str, message: str, capsys: pytest.Capt
         ("[run", "is not TOML"),
         ("[runs]\n", r"There is no table of the preset .* 'runs'. Did you mean 'run'\?"),
         ("run = 3\n", "run and methods of the preset .* must be tables"),
-        ("[methods.fedavg]\nlr = 3\n", "methods.fedavg of the preset .* must have tables local and hyper. Got lr"),
+        ("[methods.fedavg]\nlr = 3\n", "methods.fedavg of the preset .* must have tables run, local and hyper. Got lr"),
     ],
 )
 def test_a_preset_file_with_a_mistake(text: str, message: str, tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def test_fine_tuning_counts_only_its_own_time(folder: Path) -> None:
 
 @pytest.fixture
 def division() -> Callable[..., dict[str, Any]]:
-    return lambda **more: cells.division(Experiment("local", **{**SMALL, "data": "digits", **more}))
+    return lambda **more: Experiment("local", **{**SMALL, "data": "digits", **more}).division()
 
 
 def test_a_federation_of_other_pixels_is_not_taken_over(division: Callable[..., dict[str, Any]]) -> None:

@@ -52,7 +52,7 @@ def compare(
         if found is not None and (kept := Result.load(found)).state == "complete":
             results.append(kept)
             continue
-        if before is not None and before.options.seed == experiment.options.seed:
+        if before is not None and before.division() == experiment.division():
             experiment.adopt(before.federation())
         results.append(experiment.run(runs) if found is None else experiment.resume(found))
         before = experiment

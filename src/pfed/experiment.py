@@ -17,7 +17,7 @@ from torch import nn
 
 from pfed import anatomy, machine, options, pictures, pool, registry, store, tasks, trackers
 from pfed.client import step_fractions
-from pfed.config import Local, RunOptions
+from pfed.config import Local, RunOptions, SplitOptions
 from pfed.data.base import Dataset, Federation, Samples, class_counts
 from pfed.description import data_kept, data_of, feature_skew, versions
 from pfed.engines import cluster
@@ -100,6 +100,11 @@ class Experiment:
             self.adopt(_federation(self._data, self.options))
         assert self._federation is not None
         return self._federation
+
+    def division(self) -> dict[str, Any]:
+        """The settings that decide what each client has, and how its pixels are normalised."""
+        names = {f.name for f in dataclasses.fields(SplitOptions)} | {"data", "external", "seed", "task", "normalise"}
+        return {key: value for key, value in self.config().items() if key in names}
 
     def adopt(self, federation: Federation) -> None:
         """Take what another experiment with the same data, options and seed has divided already."""

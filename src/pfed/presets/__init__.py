@@ -1,7 +1,7 @@
 """Presets: settings by name, for the run and for each method.
 
 A preset is a TOML file. `[run]` has options of the run with `[run.local]`, `[methods.NAME]` what a method has of its
-own: `local` and `hyper`. What a user gives wins over all of it.
+own: `run`, `local` and `hyper`. What a user gives wins over all of it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from pfed.errors import UserError, unknown
 
 FOLDER = Path(__file__).parent
+OWN = ("run", "local", "hyper")  # what a method may have of its own
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Preset:
 
         own = self.methods.get(method, self.methods.get(method.removesuffix(SUFFIX), {}))
         local = {**self.run.get("local", {}), **own.get("local", {})}
-        return {**self.run, "local": local, "hyper": dict(own.get("hyper", {}))}
+        return {**self.run, **own.get("run", {}), "local": local, "hyper": dict(own.get("hyper", {}))}
 
 
 def names() -> list[str]:
@@ -90,8 +91,8 @@ def checked(values: dict[str, Any], where: str) -> Preset:
         raise UserError(f"run and methods of {where} must be tables.")
     for method, own in methods.items():
         for key, table in own.items():
-            if key not in ("local", "hyper") or not isinstance(table, dict):
-                raise UserError(f"methods.{method} of {where} must have tables local and hyper. Got {key}.")
+            if key not in OWN or not isinstance(table, dict):
+                raise UserError(f"methods.{method} of {where} must have tables run, local and hyper. Got {key}.")
     return Preset(values.get("about", ""), run, methods)
 
 
@@ -120,7 +121,7 @@ def save(preset: Preset, path: Path) -> None:
         lines += ["", "[run.local]", *(f"{key} = {_text(value)}" for key, value in preset.run["local"].items())]
     for method, own in sorted(preset.methods.items()):
         lines += ["", f"[methods.{_key(method)}]"]
-        for table in ("local", "hyper"):
+        for table in OWN:
             if own.get(table):
                 pairs = ", ".join(f"{key} = {_text(value)}" for key, value in own[table].items())
                 lines.append(f"{table} = {{ {pairs} }}")

@@ -7,11 +7,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pfed import config as options_of
 from pfed.errors import UserError, unknown
 from pfed.reproduce import origin
 from pfed.reproduce.paper import Row, Table, load
@@ -108,7 +107,7 @@ class Bench:
         for number, cell in enumerate(waiting, 1):
             say(f"{cell.title}: {number} of {len(waiting)}")
             experiment = self._experiment(cell)
-            if before is not None and division(before) == division(experiment):
+            if before is not None and before.division() == experiment.division():
                 experiment.adopt(before.federation())
             self._keep(cell, experiment, self._run(cell, experiment))
             before = experiment
@@ -280,7 +279,7 @@ def check_data(folder: Path, kept: Iterable[Mapping[str, Any]]) -> None:
 
     found: dict[str, set[str]] = {}
     for one in kept:
-        key = json.dumps(division(Experiment.from_config(one["settings"])), sort_keys=True)
+        key = json.dumps(Experiment.from_config(one["settings"]).division(), sort_keys=True)
         train, test = (sum(client[what] for client in one["result"]["per_client"]) for what in ("train", "test"))
         found.setdefault(key, set()).add(f"{one['source']} ({train} training and {test} test samples)")
     for data in found.values():
@@ -330,9 +329,3 @@ def chance(federation: Federation) -> float:
             most = client.train.labels.bincount().argmax()
             found.append(float((client.test.labels == most).double().mean()))
     return sum(found) / max(1, len(found))
-
-
-def division(experiment: Experiment) -> dict[str, Any]:
-    """The settings that decide what each client has, and how its pixels are normalised."""
-    names = {f.name for f in fields(options_of.SplitOptions)} | {"data", "external", "seed", "task", "normalise"}
-    return {key: value for key, value in experiment.config().items() if key in names}

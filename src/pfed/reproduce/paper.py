@@ -153,7 +153,12 @@ class Table:
         common = next(iter(settings.values()))
         run = {key: value for key, value in common.items() if key not in ("method", "hyper")}
         methods = {
-            method: {"local": dict(own["local"]), "hyper": dict(own["hyper"])} for method, own in settings.items()
+            method: {
+                "run": {key: own[key] for key in own.keys() - {"method", "local", "hyper"} if run.get(key) != own[key]},
+                "local": dict(own["local"]),
+                "hyper": dict(own["hyper"]),
+            }
+            for method, own in settings.items()
         }
         return Preset(self.about if self.scale == "full" else f"{self.about} {self.reduced}", run, methods)
 
