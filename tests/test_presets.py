@@ -159,6 +159,10 @@ def test_a_preset_that_is_not_there(name: str, message: str, capsys: pytest.Capt
         ("[runs]\n", r"There is no table of the preset .* 'runs'. Did you mean 'run'\?"),
         ("run = 3\n", "run and methods of the preset .* must be tables"),
         ("[methods.fedavg]\nlr = 3\n", "methods.fedavg of the preset .* must have tables run, local and hyper. Got lr"),
+        (
+            "[methods.fedavg.run.local]\nlr = 3\n",
+            "methods.fedavg.run of the preset .* must not have local: that stands",
+        ),
     ],
 )
 def test_a_preset_file_with_a_mistake(text: str, message: str, tmp_path: Path) -> None:

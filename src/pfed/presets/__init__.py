@@ -93,6 +93,8 @@ def checked(values: dict[str, Any], where: str) -> Preset:
         for key, table in own.items():
             if key not in OWN or not isinstance(table, dict):
                 raise UserError(f"methods.{method} of {where} must have tables run, local and hyper. Got {key}.")
+        for key in {"method", "local", "hyper"} & own.get("run", {}).keys():
+            raise UserError(f"methods.{method}.run of {where} must not have {key}: that stands beside run.")
     return Preset(values.get("about", ""), run, methods)
 
 
